@@ -1,0 +1,137 @@
+"""
+Files that are whole or not there: everything this project writes goes through here.
+
+A file is written beside its place as NAME.tmp, flushed to the disk (fsync) and then renamed, so that a reader, or a
+second run after a crash, sees the old content or the new one and never a half. The folder is flushed as well, because
+on most file systems a rename is durable only when the folder that records it is.
+"""
+import errno
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import socket
+from pathlib import Path
+
+from configurator import refuse
+
+FORMAT_VERSION = 1     # of every file that we write; a reader refuses what is newer than itself
+
+
+def fsync_folder(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:     # some network file systems cannot flush a folder; nothing to be done there
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path, content):
+    """Writes bytes or text to `path`, making its folder. What stood there stays until the new content is safe."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    content = content.encode("utf-8") if isinstance(content, str) else content
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_folder(path.parent)
+    except OSError as error:
+        try:
+            temporary.unlink(missing_ok=True)     # on a full disk the half file would stand in everybody's way
+        except OSError:
+            pass
+        refuse(f"cannot write {path}: {error.strerror}. Nothing that was there before has been touched.")
+
+
+def plain(value):
+    """`value` in JSON's own types: numpy and torch numbers and arrays unpacked, paths as text, nan and inf as null."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None     # JSON has no word for it, and readers in other languages stop at Python's NaN
+    return value
+
+
+def write_json(path, obj):
+    """Writes the dict `obj` with its format_version, readable by people: one key a line."""
+    content = {"format_version": FORMAT_VERSION, **obj, "format_version": FORMAT_VERSION}
+    write_atomic(path, json.dumps(plain(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path):
+    """The dict in `path`; refuses a file that is missing, damaged, or written by a newer version than this one."""
+    try:
+        obj = json.loads(Path(path).read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        refuse(f"{path} does not exist")
+    except OSError as error:
+        refuse(f"{path} cannot be read: {error.strerror}")
+    except UnicodeDecodeError as error:
+        refuse(f"{path} is damaged: byte {error.start} is not UTF-8")
+    except json.JSONDecodeError as error:
+        refuse(f"{path} is damaged: line {error.lineno}, column {error.colno}: {error.msg}")
+    if not isinstance(obj, dict):
+        refuse(f"{path} holds a {type(obj).__name__}, expected an object with named values")
+    version = obj.get("format_version", FORMAT_VERSION)
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        refuse(f"{path} has format_version {version!r}, this program reads up to {FORMAT_VERSION}: use a newer version of it")
+    return obj
+
+
+def sha256_file(path):
+    """Hex digest of a file's content, read in pieces so that its size does not matter."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def lock_folder(folder):
+    """
+    Makes `folder` if need be and takes it for this process alone; refuses when another one holds it.
+
+    Returns an open file: the lock lasts until it is closed or the process ends, in whatever way, so a crash leaves none
+    behind. (A lock file whose mere existence counts would have to be removed by hand after a kill -9.)
+    """
+    path = Path(folder) / ".lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+", encoding="utf-8")
+    except OSError as error:
+        refuse(f"cannot write into {folder}: {error.strerror}. Choose another --out_dir or --data_dir.")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        refuse(f"{folder} is in use by {file.read().strip() or 'another process'}; two runs never share a folder. "
+               "Wait for it, end it, or choose another --out_dir.")
+    except OSError as error:     # some network file systems know no locks: better unlocked, and said, than not at all
+        print(f"note: {folder} cannot be locked ({error.strerror}); do not start two runs in it")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+# Whole terminal sequences (colours, cursor, title), then every other control character but line feed and tab, then the
+# marks that reorder text, with which a page could make a line read as something else, then lone surrogates.
+CONTROLS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_].*?(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]?"
+                      r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]|[\u202a-\u202e\u2066-\u2069\u200e\u200f]|[\ud800-\udfff]", re.DOTALL)
+
+
+def printable(text):
+    """`text` without what a terminal would obey instead of show: for anything that came from the web or from a model."""
+    return CONTROLS.sub("", text)
