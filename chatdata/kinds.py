@@ -1,0 +1,198 @@
+"""The kinds of questions that the demonstration's instruction data asks about the documentation.
+
+Three sorts, and the difference is the point:
+
+    memory    module, what, signature    the answer stood on some page; on a page never seen it can only be guessed
+    reading   count, defaults            a signature stands in the prompt and has to be read
+    rule      spell, constant, snake     a rule turns the question into the answer, for names never seen as well
+
+`remark` is the alignment task (remark.py): many answers are right, so it has a format and a score but no exact answer.
+
+about_copying says whether the answer's pieces may be found in the prompt: only for such kinds may a score depend on text
+that stands in the prompt. Every answer is `frame` with its core filled in, and the format of a kind is that same frame with
+`core` as a regular expression: what follows the format can still be wrong, what is right follows the format.
+"""
+
+import random
+import re
+from dataclasses import dataclass
+
+from chatdata import remark
+from chatdata.pages import Parameter
+
+
+@dataclass(frozen=True)
+class Question:
+    kind: str
+    subject: str         # what the question is about: a name, some words or a signature
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    sort: str            # memory, reading, rule or remark
+    about_copying: bool
+    share: float         # of the training questions
+    phrasings: tuple[str, ...]
+    frame: str           # the answer around its core
+    core: str            # regular expression
+
+    def follows_format(self, answer):
+        if self.sort == "remark":
+            return remark.parse(answer) is not None
+        before, after = map(re.escape, self.frame.split("{}"))
+        return re.fullmatch(before + f"(?:{self.core})" + after, answer) is not None
+
+
+KINDS = {
+    "module": Kind("memory", False, 0.06, (
+        "Which module holds `{}`?",
+        "Where is `{}` defined?",
+        "In which module do I find `{}`?",
+    ), "It is in the module `{}`.", r"[A-Za-z_][\w.]*"),
+    "what": Kind("memory", False, 0.06, (
+        "What does `{}` do?",
+        "What is `{}` for?",
+        "Explain `{}` in one sentence.",
+    ), "{}", r"[A-Z][^.!?]+\."),
+    "signature": Kind("memory", False, 0.05, (
+        "How is `{}` called?",
+        "Which parameters does `{}` take?",
+        "Show me the signature of `{}`.",
+    ), "`{}`", r"[A-Za-z_]\w*\(.*\)"),
+    "count": Kind("reading", False, 0.10, (
+        "How many parameters has `{}`?",
+        "Count the parameters of `{}`.",
+        "Here is `{}`. How many parameters are there?",
+    ), "There are {}.", r"\d+"),
+    "defaults": Kind("reading", True, 0.13, (
+        "Which parameters of `{}` have a default?",
+        "What may I leave out when I call `{}`?",
+        "Name the parameters of `{}` that have a default.",
+    ), "{}.", r"None|[A-Za-z_]\w*(, [A-Za-z_]\w*)*"),
+    "spell": Kind("rule", False, 0.22, (
+        "Spell `{}`.",
+        "How is `{}` spelled?",
+        "Give me the letters of `{}`.",
+        "Spell out the name `{}`.",
+    ), "{}", r"\S( \S)*"),
+    "constant": Kind("rule", False, 0.14, (
+        "Write `{}` in capitals.",
+        "What would `{}` be called as a constant?",
+        "Put `{}` in upper case.",
+    ), "`{}`", r"[A-Z0-9_]+"),
+    "snake": Kind("rule", True, 0.12, (
+        "Make one name of the words `{}`.",
+        "What would a function for `{}` be called?",
+        "Join `{}` into a name.",
+    ), "`{}`", r"[a-z][a-z0-9]*(_[a-z0-9]+)*"),
+    "remark": Kind("remark", False, 0.12, remark.QUESTIONS, "{}", ""),
+}
+
+
+# --- the answers ---------------------------------------------------------------------------------------------------------
+
+def spell(name):
+    return " ".join(name)
+
+
+def defaults(parameters):
+    named = [parameter.name for parameter in parameters if parameter.default is not None]
+    return ", ".join(named) or "None"
+
+
+def ask(kind, subject, core, rng):
+    """A question of this kind in one of its phrasings."""
+    about = KINDS[kind]
+    return Question(kind, subject, rng.choice(about.phrasings).format(subject), about.frame.format(core))
+
+
+def about_definition(kind, definition, rng):
+    """The question of a memory or reading kind about a definition."""
+    qualified = f"{definition.module}.{definition.name}"
+    if kind == "module":
+        return ask(kind, definition.name, definition.module, rng)
+    if kind == "what":
+        return ask(kind, qualified, definition.sentence, rng)
+    if kind == "signature":
+        return ask(kind, qualified, definition.signature, rng)
+    if kind == "count":
+        return ask(kind, definition.signature, len(definition.parameters), rng)
+    return ask(kind, definition.signature, defaults(definition.parameters), rng)
+
+
+def about_name(kind, name, rng):
+    """The question of a rule kind (or a remark) about a name."""
+    if kind == "spell":
+        return ask(kind, name, spell(name), rng)
+    if kind == "constant":
+        return ask(kind, name, name.upper(), rng)
+    if kind == "snake":
+        return ask(kind, name.replace("_", " "), name, rng)
+    return ask(kind, name, remark.sample(rng), rng)
+
+
+# --- which definitions and names can carry a question of a kind --------------------------------------------------------
+
+MAX_SIGNATURE = 100      # characters: a signature longer than that makes a poor question
+
+
+def suits_definition(kind, definition):
+    if definition.name.startswith("__"):
+        return False
+    if kind == "module":
+        return True
+    if kind == "what":
+        return bool(definition.sentence)
+    if definition.parameters is None or len(definition.signature) > MAX_SIGNATURE or "`" in definition.signature:
+        return False
+    return kind != "signature" or len(definition.parameters) > 0
+
+
+def suits_name(kind, name):
+    if kind == "spell":
+        return 3 <= len(name) <= 20
+    if kind == "constant":
+        return re.fullmatch(r"[a-z][a-z0-9_]{2,19}", name) is not None
+    if kind == "snake":
+        return re.fullmatch(r"[a-z]+(_[a-z]+){1,3}", name) is not None
+    return True
+
+
+def made_name(words, rng):
+    """A name put together from one to three words of the documentation: `wrap_socket`, `sizeHint`, `Timeout`.
+
+    The names that the pages define are too few to teach spelling: each piece of the vocabulary has to be seen spelled.
+    """
+    parts = [rng.choice(words) for _ in range(rng.choice((1, 1, 2, 2, 3)))]
+    if rng.random() < 0.8:
+        return "_".join(parts).lower()
+    return "".join(part[0].upper() + part[1:] for part in parts)
+
+
+def made_signature(names, parameters, rng):
+    """A signature put together from parameters that occur: first those without a default, then those with, then stars."""
+    chosen = {}
+    for parameter in rng.sample(parameters, min(len(parameters), rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7)))):
+        chosen.setdefault(parameter.name, parameter)
+    def order(parameter):
+        return parameter.name.count("*") or (-1 if parameter.default is None else 0)
+    stars = set()
+    kept = []
+    for parameter in sorted(chosen.values(), key=order):
+        star = parameter.name.count("*")
+        if star not in stars:
+            kept.append(parameter)
+        if star:
+            stars.add(star)
+    return rng.choice(names), tuple(kept)
+
+
+def signature_text(name, parameters: tuple[Parameter, ...]):
+    return f"{name}({', '.join(map(str, parameters))})"
+
+
+def generator(seed, *purpose):
+    """A generator of its own for each purpose, so that one more question of one kind changes no other kind."""
+    return random.Random("/".join(map(str, (seed, *purpose))))
