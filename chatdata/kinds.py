@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 
 from chatdata import remark
-from chatdata.pages import Parameter
+from chatdata.pages import Definition
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ KINDS = {
         "Which parameters of `{}` have a default?",
         "What may I leave out when I call `{}`?",
         "Name the parameters of `{}` that have a default.",
-    ), "{}.", r"None|[A-Za-z_]\w*(, [A-Za-z_]\w*)*"),
+    ), "{}.", r"[A-Za-z_]\w*(, [A-Za-z_]\w*)*"),
     "spell": Kind("rule", False, 0.22, (
         "Spell `{}`.",
         "How is `{}` spelled?",
@@ -98,8 +98,7 @@ def spell(name):
 
 
 def defaults(parameters):
-    named = [parameter.name for parameter in parameters if parameter.default is not None]
-    return ", ".join(named) or "None"
+    return ", ".join(parameter.name for parameter in parameters if parameter.default is not None)
 
 
 def ask(kind, subject, core, rng):
@@ -147,6 +146,8 @@ def suits_definition(kind, definition):
         return bool(definition.sentence)
     if definition.parameters is None or len(definition.signature) > MAX_SIGNATURE or "`" in definition.signature:
         return False
+    if kind == "defaults":          # without these two conditions "None." would be right three times out of four
+        return len(definition.parameters) > 1 and any(p.default is not None for p in definition.parameters)
     return kind != "signature" or len(definition.parameters) > 0
 
 
@@ -160,37 +161,32 @@ def suits_name(kind, name):
     return True
 
 
-def made_name(words, rng):
+def made_name(kind, words, rng):
     """A name put together from one to three words of the documentation: `wrap_socket`, `sizeHint`, `Timeout`.
 
     The names that the pages define are too few to teach spelling: each piece of the vocabulary has to be seen spelled.
     """
-    parts = [rng.choice(words) for _ in range(rng.choice((1, 1, 2, 2, 3)))]
-    if rng.random() < 0.8:
-        return "_".join(parts).lower()
-    return "".join(part[0].upper() + part[1:] for part in parts)
+    while True:
+        parts = [rng.choice(words) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))]
+        name = "_".join(parts)
+        if kind != "spell" or rng.random() < 0.7:
+            name = name.lower()
+        elif rng.random() < 0.5:
+            name = "".join(part[0].upper() + part[1:] for part in parts)
+        if suits_name(kind, name):
+            return name
 
 
-def made_signature(names, parameters, rng):
-    """A signature put together from parameters that occur: first those without a default, then those with, then stars."""
-    chosen = {}
-    for parameter in rng.sample(parameters, min(len(parameters), rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7)))):
-        chosen.setdefault(parameter.name, parameter)
-    def order(parameter):
-        return parameter.name.count("*") or (-1 if parameter.default is None else 0)
-    stars = set()
-    kept = []
-    for parameter in sorted(chosen.values(), key=order):
-        star = parameter.name.count("*")
-        if star not in stars:
-            kept.append(parameter)
-        if star:
-            stars.add(star)
-    return rng.choice(names), tuple(kept)
-
-
-def signature_text(name, parameters: tuple[Parameter, ...]):
-    return f"{name}({', '.join(map(str, parameters))})"
+def made_definition(kind, names, parameters, rng):
+    """A definition whose signature is put together from parameters that occur, in the order that Python wants them."""
+    while True:
+        drawn = rng.sample(parameters, min(len(parameters), rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7))))
+        # A name once, at most one *args and one **kwargs; without a default, with one, *args, **kwargs.
+        once = {parameter.name if "*" not in parameter.name else parameter.name.count("*"): parameter for parameter in drawn}
+        ordered = sorted(once.values(), key=lambda p: (p.name.count("*"), p.default is not None))
+        definition = Definition(rng.choice(names), "", tuple(ordered), "")
+        if suits_definition(kind, definition):
+            return definition
 
 
 def generator(seed, *purpose):

@@ -1,0 +1,257 @@
+"""
+Makes the demonstration's instruction data from the documents: conversations, preferences and prompts.
+
+    python prepare_chat.py config/demo.py            after prepare_data.py; writes data_dir/chat/
+    python prepare_chat.py config/demo.py --show=20  prints twenty held-out questions with their answers as well
+
+Nobody wrote these conversations. The documents are API documentation; names, signatures and first sentences are read out
+of them (chatdata/pages.py) and put into question templates (chatdata/kinds.py). So the right answer to each question is
+known, and so is what an answerer without understanding would score: baselines.json has that, for each kind of question.
+
+The held-out questions come from the held-out pages. A name also defined on a training page is no held-out name, and a
+held-out name occurs in no training question of any kind. What stands in each file:
+
+    conversations_train.jsonl    one to `turns` questions each, kinds mixed     conversations_val.jsonl   one question each
+    preferences_train.jsonl      two remarks on a name, the better one chosen   preferences_val.jsonl     held-out names and
+    preferences_control.jsonl    equal score, very different length                                       combinations
+    prompts_train.jsonl          questions to remark on, for PPO                prompts_val.jsonl         held-out names
+    baselines.json, index.json   what these files are made of, how many there are, and from which documents
+
+To tune on your own instructions you need none of this: write your own JSONL files in the same form and call sft.py.
+"""
+import hashlib
+import json
+from pathlib import Path
+
+from chatdata import kinds, pages, remark
+from chatdata.baselines import baselines
+from configurator import configure, refuse
+from engine.files import lock_folder, printable, write_atomic, write_json
+from engine.shards import read_documents
+
+data_dir = "data/demo"         # documents are read from data_dir/docs, the chat data is written to data_dir/chat
+seed = 1                       # of every draw below
+questions = 40000              # training questions of all kinds together
+val_questions = 150            # held-out questions of each kind, fewer when the held-out pages give fewer
+turns = 3                      # a training conversation has one to this many questions
+preferences = 6000             # training pairs
+val_preferences = 600          # held-out pairs
+control_preferences = 600      # pairs of equal score and different length
+min_margin = 0.5               # by how much the scores of a pair differ at least
+control_ratio = 1.8            # how many times as long (in characters) the longer remark of a control pair is at least
+prompts = 2000                 # PPO prompts
+val_prompts = 300              # held-out PPO prompts
+show = 0                       # held-out questions to print
+
+
+# --- 1. Documents -> definitions -----------------------------------------------------------------------------------------
+
+def read_pages(config, split):
+    """(definitions, words, hash of the texts) of one split; refuses when there is nothing to ask about."""
+    found, words, digest = [], set(), hashlib.sha256()
+    for document in read_documents(config.data_dir, split):
+        found += pages.definitions(document)
+        words.update(pages.words(document["text"]))
+        digest.update(document["text"].encode("utf-8", "surrogatepass"))
+    if not found:
+        refuse(f"The {split} documents in {config.data_dir}/docs define no functions or classes, so there is nothing to ask "
+               "about. This script makes questions about API documentation; for other documents, write your own "
+               "conversations (the form is described in sft.py).")
+    return found, words, digest.hexdigest()
+
+
+# --- 2. Which names are held out -----------------------------------------------------------------------------------------
+
+def usable_names(definitions):
+    return sorted({d.name for d in definitions if not d.name.startswith("__")}, key=lambda name: (name.lower(), name))
+
+
+def split_names(train_definitions, val_definitions):
+    """(training names, held-out names): what a training page defines is not held out, in whatever case it is written."""
+    train = usable_names(train_definitions)
+    known = {name.lower() for name in train}
+    return train, [name for name in usable_names(val_definitions) if name.lower() not in known]
+
+
+# --- 3. Questions --------------------------------------------------------------------------------------------------------
+
+def training_questions(kind, count, definitions, names, words, held_out, config):
+    """`count` questions of one kind about the training pages; memory kinds repeat themselves in other phrasings."""
+    rng = kinds.generator(config.seed, "train", kind)
+    forbidden = {name.lower() for name in held_out}
+    sort = kinds.KINDS[kind].sort
+    if sort == "memory":
+        suitable = unambiguous(kind, [d for d in definitions if kinds.suits_definition(kind, d)])
+        rng.shuffle(suitable)
+        return [kinds.about_definition(kind, suitable[i % len(suitable)], rng) for i in range(count if suitable else 0)]
+    if sort == "reading":
+        # Half of the signatures are the pages' own, half are put together from parameters that occur there.
+        suitable = [d for d in definitions if kinds.suits_definition(kind, d)]
+        parameters = sorted({p for d in suitable for p in d.parameters}, key=str)
+        if not suitable:
+            return []
+        return [kinds.about_definition(kind, rng.choice(suitable) if i % 2 else
+                                       kinds.made_definition(kind, names, parameters, rng), rng) for i in range(count)]
+    found = []
+    suitable = [name for name in names if kinds.suits_name(kind, name)]
+    for i in range(count):
+        # Likewise half and half: the names that the pages define, and names put together from the pages' words.
+        name = rng.choice(suitable) if suitable and i % 2 else kinds.made_name(kind, words, rng)
+        while name.lower() in forbidden:
+            name = kinds.made_name(kind, words, rng)
+        found.append(kinds.about_name(kind, name, rng))
+    return found
+
+
+def held_out_questions(kind, train_definitions, val_definitions, held_out, config):
+    """At most config.val_questions questions about the held-out pages."""
+    rng = kinds.generator(config.seed, "val", kind)
+    sort, names = kinds.KINDS[kind].sort, set(held_out)
+    if sort == "memory":
+        subjects = [d for d in val_definitions if d.name in names and kinds.suits_definition(kind, d)]
+        subjects = unambiguous(kind, subjects)
+    elif sort == "reading":
+        # Here the parameter list is what has to be new, as a whole; each parameter may have been seen elsewhere.
+        seen = {d.parameters for d in train_definitions}
+        new = {d.parameters: d for d in val_definitions if kinds.suits_definition(kind, d) and d.parameters not in seen}
+        subjects = list(new.values())
+    else:
+        subjects = [name for name in held_out if kinds.suits_name(kind, name)]
+    subjects = rng.sample(subjects, min(len(subjects), config.val_questions))
+    about = kinds.about_definition if sort in ("memory", "reading") else kinds.about_name
+    return [about(kind, subject, rng) for subject in subjects]
+
+
+def unambiguous(kind, definitions):
+    """Definitions whose name alone determines the answer: for `module` a name that stands on one page only."""
+    modules = {}
+    for definition in definitions:
+        modules.setdefault(definition.name, set()).add(definition.module)
+    unique = {(d.module, d.name): d for d in definitions}
+    return [d for d in unique.values() if kind != "module" or len(modules[d.name]) == 1]
+
+
+# --- 4. Conversations ----------------------------------------------------------------------------------------------------
+
+def turn(question):
+    return [{"role": "user", "content": question.question}, {"role": "assistant", "content": question.answer}]
+
+
+def training_conversations(questions, config):
+    """All questions once, shuffled, in conversations of one to config.turns questions."""
+    rng = kinds.generator(config.seed, "conversations")
+    questions = list(questions)
+    rng.shuffle(questions)
+    conversations = []
+    while questions:
+        taken = [questions.pop() for _ in range(min(len(questions), rng.randint(1, config.turns)))]
+        conversations.append({"messages": sum(map(turn, taken), []), "kinds": [question.kind for question in taken]})
+    return conversations
+
+
+def held_out_conversation(question):
+    return {"messages": turn(question), "kind": question.kind, "subject": question.subject}
+
+
+# --- 5. Preferences and prompts ------------------------------------------------------------------------------------------
+
+def preference(name, better, worse, rng):
+    asked = rng.choice(remark.QUESTIONS).format(name)
+    return {"prompt": [{"role": "user", "content": asked}], "chosen": better, "rejected": worse, "kind": "remark",
+            "subject": name, "scores": {"chosen": remark.score(better), "rejected": remark.score(worse)}}
+
+
+def preferences_by_rule(split, count, names, config):
+    """Pairs in which the better remark is chosen; in every second one it is the longer, so that length says nothing."""
+    rng = kinds.generator(config.seed, "preferences", split)
+    pairs = []
+    for i in range(count):
+        better, worse = remark.sample_pair(rng, config.min_margin, i % 2 == 0, held_out=split == "val")
+        pairs.append(preference(rng.choice(names), better, worse, rng))
+    rng.shuffle(pairs)
+    return pairs
+
+
+def control_preferences_by_rule(count, names, config):
+    """Pairs of equal score, one much longer than the other; which of them is called chosen is decided by a coin."""
+    rng = kinds.generator(config.seed, "preferences", "control")
+    pairs = []
+    for pair in remark.sample_control_pairs(rng, count, config.control_ratio, held_out=True):
+        better, worse = pair if rng.random() < 0.5 else pair[::-1]
+        pairs.append(preference(rng.choice(names), better, worse, rng))
+    return pairs
+
+
+def remark_prompts(split, count, names, config):
+    rng = kinds.generator(config.seed, "prompts", split)
+    drawn = [rng.choice(names) for _ in range(count)]
+    return [{"messages": [{"role": "user", "content": rng.choice(remark.QUESTIONS).format(name)}], "kind": "remark",
+             "subject": name} for name in drawn]
+
+
+# --- 6. Out --------------------------------------------------------------------------------------------------------------
+
+def write_lines(path, rows):
+    write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def print_table(train, val, bars):
+    percent = lambda bar, name: f"{100 * bar[name]:7.1f}%" if name in bar else "       -"
+    print(f"{'kind':<10} {'sort':<8} {'copying':<7} {'train':>6} {'held out':>8} {'constant':>8} {'copy':>8} {'nearest':>8}")
+    for kind, about in kinds.KINDS.items():
+        bar = bars.get(kind, {})
+        print(f"{kind:<10} {about.sort:<8} {'yes' if about.about_copying else 'no':<7} {len(train[kind]):>6} "
+              f"{len(val[kind]):>8} {percent(bar, 'constant')} {percent(bar, 'copy')} {percent(bar, 'nearest')}")
+
+
+def main(config):
+    chat = Path(config.data_dir) / "chat"
+    lock = lock_folder(chat)
+
+    # 1. What the pages define.
+    train_definitions, words, train_hash = read_pages(config, "train")
+    val_definitions, _, val_hash = read_pages(config, "val")
+
+    # 2. The held-out names. A word of the training text that is one of them is no material for spelling either.
+    names, held_out = split_names(train_definitions, val_definitions)
+    forbidden = {name.lower() for name in held_out}
+    words = sorted(word for word in words if word.lower() not in forbidden)
+
+    # 3. Questions of each kind.
+    train = {kind: training_questions(kind, round(about.share * config.questions), train_definitions, names, words, held_out,
+                                      config) for kind, about in kinds.KINDS.items()}
+    val = {kind: held_out_questions(kind, train_definitions, val_definitions, held_out, config) for kind in kinds.KINDS}
+
+    # 4. and 5. All that is learned from.
+    rows = {
+        "conversations_train": training_conversations(sum(train.values(), []), config),
+        "conversations_val": [held_out_conversation(question) for kind in val.values() for question in kind],
+        "preferences_train": preferences_by_rule("train", config.preferences, names, config),
+        "preferences_val": preferences_by_rule("val", config.val_preferences, held_out or names, config),
+        "preferences_control": control_preferences_by_rule(config.control_preferences, held_out or names, config),
+        "prompts_train": remark_prompts("train", config.prompts, names, config),
+        "prompts_val": remark_prompts("val", config.val_prompts, held_out or names, config),
+    }
+
+    # 6. What is to be beaten, and the files. index.json is written last: where it stands, the rest is whole.
+    bars = {kind: baselines(kind, train[kind], val[kind]) for kind in kinds.KINDS if kinds.KINDS[kind].sort != "remark"}
+    for name, content in rows.items():
+        write_lines(chat / f"{name}.jsonl", content)
+    write_json(chat / "baselines.json", {"kinds": bars})
+    write_json(chat / "index.json", {
+        "config_hash": config.hash, "seed": config.seed, "documents": {"train": train_hash, "val": val_hash},
+        "lines": {name: len(content) for name, content in rows.items()},
+        "definitions": {"train": len(train_definitions), "val": len(val_definitions)},
+        "names": {"train": len(names), "held_out": len(held_out)},
+        "kinds": {kind: {"sort": about.sort, "about_copying": about.about_copying, "train": len(train[kind]),
+                         "held_out": len(val[kind])} for kind, about in kinds.KINDS.items()},
+    })
+    print_table(train, val, bars)
+    for question in kinds.generator(config.seed, "show").choices(sum(val.values(), []), k=config.show):
+        print(printable(f"  {question.kind:<10} {question.question}\n             {question.answer}"))
+    print(f"chat data: {', '.join(f'{name} {len(content)}' for name, content in rows.items())} -> {chat}")
+    lock.close()
+
+
+if __name__ == "__main__":
+    main(configure(globals()))
