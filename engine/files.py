@@ -89,7 +89,7 @@ def read_json(path):
         refuse(f"{path} holds a {type(obj).__name__}, expected an object with named values")
     version = obj.get("format_version", FORMAT_VERSION)
     if not isinstance(version, int) or version > FORMAT_VERSION:
-        refuse(f"{path} has format_version {version!r}, this program reads up to {FORMAT_VERSION}: use a newer version of it")
+        refuse(f"{path} has format_version {version!r}, this program reads up to {FORMAT_VERSION}: use a newer program")
     return obj
 
 
@@ -126,12 +126,15 @@ def lock_folder(folder):
     return file
 
 
-# Whole terminal sequences (colours, cursor, title), then every other control character but line feed and tab, then the
-# marks that reorder text, with which a page could make a line read as something else, then lone surrogates.
-CONTROLS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_].*?(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]?"
-                      r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]|[\u202a-\u202e\u2066-\u2069\u200e\u200f]|[\ud800-\udfff]", re.DOTALL)
+CONTROLS = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"                      # terminal sequences: colours, cursor, ...
+    r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\)"             # ... the window's title, links, ...
+    r"|\x1b[ -/]*[0-~]?"                            # ... and whatever else begins with escape
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]"              # other controls, but not line feed and tab
+    r"|[\u200e\u200f\u202a-\u202e\u2066-\u2069]"   # marks that reorder a line, so that it reads as something else
+    r"|[\ud800-\udfff]", re.DOTALL)                 # halves of surrogate pairs, which no terminal can be sent
 
 
 def printable(text):
-    """`text` without what a terminal would obey instead of show: for anything that came from the web or from a model."""
+    """`text` without what a terminal would obey rather than show: for whatever came from the web or from a model."""
     return CONTROLS.sub("", text)
