@@ -1,0 +1,237 @@
+"""
+Checkpoints that are whole or not there.
+
+    RUN/step_00000400/   light: a Hugging Face folder (engine/hf.py). For use and for exchange.
+    RUN/full_00000400/   full: everything that a run continues from, written by torch.distributed.checkpoint. Its metadata
+                         is a pickle, so it is trusted like code and read from the run's own folder only.
+
+Each is written as NAME.tmp, gets a manifest with the size and sha256 of every file, is flushed to the disk and then renamed.
+A folder that exists is never written into; a folder whose manifest is missing or does not fit is never loaded from.
+"""
+import os
+import re
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from configurator import refuse
+from engine import hf
+from engine.files import fsync_folder, read_json, sha256_file, write_json
+from engine.parallel import bare, barrier, from_main
+
+PREFIX = {"light": "step", "full": "full"}
+
+
+def folder_of(run_dir, kind, step):
+    return Path(run_dir) / f"{PREFIX[kind]}_{step:08d}"
+
+
+def steps_of(run_dir, kind):
+    """Steps of the checkpoints in a run's folder, newest first; temporary and abandoned ones are none."""
+    pattern = re.compile(PREFIX[kind] + r"_(\d{8})")
+    return sorted((int(m[1]) for m in map(pattern.fullmatch, os.listdir(run_dir)) if m), reverse=True)
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+def save_light(run_dir, step, model, tokenizer, setup, extra=None):
+    """Rank 0 writes the model as a Hugging Face folder; -> its path. extra: a dict for training.json (step, losses, hashes)."""
+    final = folder_of(run_dir, "light", step)
+
+    def write(folder):
+        if setup.is_main:
+            hf.save_model(folder, bare(model), tokenizer)
+            write_json(folder / "training.json", {"step": step, **(extra or {})})
+    return _publish(final, write, setup)
+
+
+def save_full(run_dir, step, modules, optimizers, state, setup):
+    """Everything: weights and optimizer moments by parameter name, the random state of each rank, `state` (JSON).
+
+    modules {name: module}, optimizers {module's name: optimizer}. -> the folder."""
+    final = folder_of(run_dir, "full", step)
+
+    def write(folder):
+        tensors = {**_tensors(modules, optimizers), **_random_state(setup)}
+        dcp.save(tensors, checkpoint_id=folder / "state", no_dist=setup.world == 1)
+        if setup.is_main:
+            write_json(folder / "state.json", {"step": step, "world": setup.world, "threads": setup.threads, **state})
+    return _publish(final, write, setup)
+
+
+def _publish(final, write, setup):
+    """Runs write(temporary folder) on every rank, then makes the folder final in one rename."""
+    temporary = final.with_name(final.name + ".tmp")
+    try:
+        if setup.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        barrier(setup)
+        write(temporary)
+        barrier(setup)
+        if setup.is_main:
+            _seal(temporary)
+            if final.exists():          # a step that was reached before, and broken: it must not stand in the way
+                os.replace(final, abandoned_name(final))
+            os.replace(temporary, final)
+            fsync_folder(final.parent)
+        barrier(setup)
+    # CheckpointException is a BaseException: `except Exception` would let it through.
+    except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        refuse(f"the checkpoint {final} could not be written: {_first_line(error)}. The earlier checkpoints are as they were; "
+               "make room (or mend the folder's permissions) and give the same command again, it continues from the newest.")
+    return final
+
+
+def _first_line(error):
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _seal(folder):
+    """Flushes every file to the disk and writes the manifest, the last file of all."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    write_json(folder / "manifest.json", {"files": {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in files}})
+
+
+def abandoned_name(folder):
+    taken = [int(m[1]) for m in (re.search(r"\.abandoned-(\d+)$", p.name) for p in folder.parent.glob(folder.name + ".*")) if m]
+    return folder.with_name(f"{folder.name}.abandoned-{max(taken, default=0) + 1}")
+
+
+def abandon_later(run_dir, step):
+    """After a resume from `step`: what lies ahead of it belongs to a past that will not happen, and keeps another name.
+    Half-written folders of a killed run are removed."""
+    for kind in PREFIX:
+        for later in steps_of(run_dir, kind):
+            if later > step:
+                folder = folder_of(run_dir, kind, later)
+                os.replace(folder, abandoned_name(folder))
+    for temporary in Path(run_dir).glob("*_????????.tmp"):
+        shutil.rmtree(temporary)
+
+
+def prune(run_dir, kind, keep):
+    """Removes all but the newest `keep` checkpoints that are whole (0: keeps all). Broken ones never count as kept."""
+    if not keep:
+        return
+    whole = [step for step in steps_of(run_dir, kind) if (folder_of(run_dir, kind, step) / "manifest.json").exists()]
+    for step in whole[keep:]:
+        shutil.rmtree(folder_of(run_dir, kind, step))
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+def verify(folder):
+    """Sentences about everything that is wrong with a checkpoint's files; none when it is sound. Reads every byte."""
+    folder = Path(folder)
+    if not (folder / "manifest.json").exists():
+        return [f"{folder} has no manifest.json: its writing was interrupted"]
+    try:
+        listed = read_json(folder / "manifest.json")["files"]
+    except (SystemExit, KeyError):
+        return [f"{folder}/manifest.json is damaged"]
+    problems = []
+    for name, entry in listed.items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{path} is missing")
+        elif path.stat().st_size != entry["bytes"]:
+            problems.append(f"{path} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}")
+        elif sha256_file(path) != entry["sha256"]:
+            problems.append(f"{path} has other content than when it was written")
+    return problems
+
+
+def newest(run_dir, kind="light"):
+    """The newest checkpoint in a run's folder that verifies, or None; prints which it skipped and why."""
+    if not Path(run_dir).is_dir():
+        return None
+    for step in steps_of(run_dir, kind):
+        folder = folder_of(run_dir, kind, step)
+        problems = verify(folder)
+        if not problems:
+            return folder
+        print(f"skipping a damaged checkpoint: {problems[0]}" + (f" (and {len(problems) - 1} more)" if problems[1:] else ""), flush=True)
+    return None
+
+
+def resume(run_dir, modules, optimizers, setup):
+    """Continues from the newest full checkpoint that verifies: fills modules and optimizers, the random state, and returns
+    its state dict; None when there is nothing to continue from. Rank 0 decides which one, for all."""
+    folder = from_main(str(newest(run_dir, "full") or "") if setup.is_main else None, setup)
+    state = load_full(folder, modules, optimizers, setup) if folder else None
+    if setup.is_main and Path(run_dir).is_dir():
+        abandon_later(run_dir, state["step"] if state else -1)
+    barrier(setup)
+    return state
+
+
+@torch.no_grad()
+def load_full(folder, modules, optimizers, setup):
+    """Fills everything from a full checkpoint; -> the state dict that was saved. Works at another number of ranks too: weights
+    and moments are the same, the random state of ranks that did not exist is drawn anew."""
+    state = read_json(Path(folder) / "state.json")
+    _make_moments(modules, optimizers)
+    tensors = _tensors(modules, optimizers)
+    known_rank = setup.rank < state["world"]
+    if known_rank:
+        tensors.update(_random_state(setup))
+    try:
+        dcp.load(tensors, checkpoint_id=Path(folder) / "state", no_dist=setup.world == 1)
+    except (CheckpointException, RuntimeError, ValueError) as error:
+        refuse(f"{folder} does not fit this model: {_first_line(error)}")
+    if known_rank:
+        torch.set_rng_state(tensors[f"random.cpu.{setup.rank}"])
+        if setup.device.type == "cuda":
+            torch.cuda.set_rng_state(tensors[f"random.cuda.{setup.rank}"])
+    if state["world"] != setup.world:
+        setup.say(f"note: saved by {state['world']} processes, continued by {setup.world}: the same data in the same order, but other "
+                  "rounding, and other dropout")
+    if state["threads"] != setup.threads:
+        setup.say(f"note: saved with {state['threads']} threads, continued with {setup.threads}: sums are cut elsewhere, so the "
+                  f"last bits differ; --threads={state['threads']} continues exactly")
+    return state
+
+
+def _tensors(modules, optimizers):
+    """One flat {name: tensor} over weights and moments, keyed by parameter names and not by their order."""
+    tensors = {}
+    for label, module in modules.items():
+        module = bare(module)
+        tensors.update({f"{label}.{name}": p.detach() for name, p in module.named_parameters()})
+        state = optimizers[label].state if label in optimizers else {}
+        for name, parameter in module.named_parameters():
+            for key, value in state.get(parameter, {}).items():
+                tensors[f"{label}.{name}.{key}"] = value
+    return tensors
+
+
+def _make_moments(modules, optimizers):
+    """Gives a fresh AdamW the empty moments that a load can fill. (torch's own helper does it by taking a step with zero
+    gradients, which moves the step count from 0 to 1 when there turns out to be nothing to load.)"""
+    for label, optimizer in optimizers.items():
+        for parameter in bare(modules[label]).parameters():
+            if parameter.requires_grad and not optimizer.state[parameter]:
+                on_device = parameter.device if optimizer.defaults.get("fused") else "cpu"
+                optimizer.state[parameter].update(
+                    step=torch.zeros((), dtype=torch.float32, device=on_device),
+                    exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+
+
+def _random_state(setup):
+    state = {f"random.cpu.{setup.rank}": torch.get_rng_state()}
+    if setup.device.type == "cuda":
+        state[f"random.cuda.{setup.rank}"] = torch.cuda.get_rng_state()
+    return state

@@ -1,0 +1,182 @@
+"""
+Model folders in Hugging Face's form: config.json, model.safetensors (in parts above 5 GB), the tokenizer's files.
+
+Our parameter names are theirs, so nothing is renamed or permuted. Heads that a language model does not have (a reward
+model's score) lie apart, in heads.safetensors. What a config.json asks for and we do not do is refused by name: a model
+that is computed a little differently answers fluently and wrongly.
+"""
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from configurator import refuse
+from engine import checkpoint
+from engine.files import write_json
+from engine.tokenizer import Tokenizer
+from model import Llama, ModelConfig, ScalarModel
+
+SHARD_BYTES = 5 * 10**9
+
+# our name -> theirs
+NAMES = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+         "n_kv_head": "num_key_value_heads", "n_embd": "hidden_size", "n_inner": "intermediate_size",
+         "block_size": "max_position_embeddings", "rope_theta": "rope_theta", "norm_eps": "rms_norm_eps",
+         "tie_embeddings": "tie_word_embeddings"}
+
+# Which of our keys decides a dimension of which tensor: a wrong shape is reported with the key that is to blame.
+CAUSES = {"embed_tokens": ("vocab_size", "n_embd"), "lm_head": ("vocab_size", "n_embd"), "q_proj": ("n_embd", "n_embd"),
+          "k_proj": ("n_kv_head", "n_embd"), "v_proj": ("n_kv_head", "n_embd"), "o_proj": ("n_embd", "n_embd"),
+          "gate_proj": ("n_inner", "n_embd"), "up_proj": ("n_inner", "n_embd"), "down_proj": ("n_embd", "n_inner"),
+          "layernorm": ("n_embd",), "norm": ("n_embd",), "score": ("1", "n_embd")}
+
+
+def load_model(path, kind="lm", attention="flash", dtype=torch.float32):
+    """A model and its tokenizer from a Hugging Face folder, or from the newest sound light checkpoint of a run's folder.
+
+    kind: 'lm' -> Llama, 'scalar' -> ScalarModel (its head is drawn anew when the folder has none). -> (model, tokenizer).
+    Refuses a folder without weights, weights of another shape (all of them listed), pickled weights."""
+    folder = find_folder(path)
+    config = read_config(folder)
+    config.attention = attention
+    model = (Llama if kind == "lm" else ScalarModel)(config)
+    load_weights(model, folder)
+    return model.to(dtype), Tokenizer.load(folder)
+
+
+def find_folder(path):
+    """`path` itself when it is a model's folder, else the newest light checkpoint in it that verifies; or refuses."""
+    path = Path(path)
+    if (path / "model.safetensors").exists() or (path / "model.safetensors.index.json").exists():
+        return path
+    if any(path.glob("*.bin")) or any(path.glob("*.pth")):
+        refuse(f"{path} holds pickled weights (.bin, .pth), which can run any code when they are opened. Convert them where you "
+               "trust them:  transformers.AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR2)")
+    newest = checkpoint.newest(path, "light") if path.is_dir() else None
+    if newest is None:
+        refuse(f"{path}: no model there. Expected a folder with config.json and model.safetensors, or a run's folder with "
+               "step_NNNNNNNN in it. Train the stage before this one first, or name another folder.")
+    return newest
+
+
+def read_config(folder):
+    """ModelConfig from a folder's config.json; refuses, all at once, what this Llama does not compute."""
+    path = Path(folder) / "config.json"
+    try:
+        theirs = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        refuse(f"{path} can not be read: {error}")
+    rope = theirs.get("rope_parameters") or {}                             # transformers 5 keeps theta here
+    scaling = theirs.get("rope_scaling") or {}
+    head_dim = theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
+    problems = [f"{path}: {what} is not supported" for what, asked in {
+        f"model_type {theirs.get('model_type')!r}": theirs.get("model_type") != "llama",
+        f"hidden_act {theirs.get('hidden_act')!r}": theirs.get("hidden_act", "silu") != "silu",
+        "attention_bias": theirs.get("attention_bias"),
+        "mlp_bias": theirs.get("mlp_bias"),
+        f"rope scaling {rope or scaling}": {rope.get("rope_type", "default"), scaling.get("rope_type", "default"),
+                                            scaling.get("type", "default")} != {"default"},
+        f"head_dim {head_dim} apart from hidden_size / num_attention_heads":
+            head_dim * theirs["num_attention_heads"] != theirs["hidden_size"]}.items() if asked]
+    if problems:
+        refuse(*problems)
+    values = {ours: theirs[name] for ours, name in NAMES.items() if name in theirs}
+    values.setdefault("n_kv_head", values["n_head"])
+    if "rope_theta" in rope:
+        values["rope_theta"] = rope["rope_theta"]
+    return ModelConfig(**values)
+
+
+def write_config(folder, model, tokenizer):
+    config = model.config
+    lm = isinstance(model, Llama)
+    theirs = {"architectures": ["LlamaForCausalLM" if lm else "LlamaForSequenceClassification"], "model_type": "llama",
+              **{name: getattr(config, ours) for ours, name in NAMES.items()},
+              "head_dim": config.head_dim, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+              "bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id,
+              "torch_dtype": str(next(model.parameters()).dtype).removeprefix("torch."), "initializer_range": 0.02}
+    write_json(Path(folder) / "config.json", theirs if lm else {**theirs, "num_labels": 1})
+    if lm:
+        write_json(Path(folder) / "generation_config.json",
+                   {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id,
+                    "eos_token_id": [tokenizer.eos_id, tokenizer.special("<|end|>")]})
+
+
+def save_model(folder, model, tokenizer):
+    """Writes a Hugging Face folder. Called with a folder that nobody reads yet (see checkpoint.save_light)."""
+    folder = Path(folder)
+    write_config(folder, model, tokenizer)
+    tokenizer.save(folder)
+    tensors = {name: p.detach().contiguous().cpu() for name, p in model.named_parameters()}
+    heads = {name: tensor for name, tensor in tensors.items() if not name.startswith(("model.", "lm_head."))}
+    if heads:
+        save_file(heads, folder / "heads.safetensors", metadata={"format": "pt"})
+    shards, size = [{}], 0
+    for name in sorted(tensors.keys() - heads.keys()):
+        bytes_here = tensors[name].numel() * tensors[name].element_size()
+        if size + bytes_here > SHARD_BYTES and shards[-1]:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensors[name]
+        size += bytes_here
+    if len(shards) == 1:
+        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards):
+        save_file(shard, folder / name, metadata={"format": "pt"})
+    total = sum(t.numel() * t.element_size() for shard in shards for t in shard.values())
+    write_json(folder / "model.safetensors.index.json", {
+        "metadata": {"total_size": total}, "weight_map": {key: name for name, shard in zip(names, shards) for key in shard}})
+
+
+@torch.no_grad()
+def load_weights(model, folder):
+    """Fills the model from a folder's safetensors. Every tensor must be there and have its shape; all that are wrong are
+    listed at once, with the key of the config that decides them. Never leaves a weight as it was drawn, but for a scalar
+    head that the folder does not have."""
+    folder = Path(folder)
+    wanted = dict(model.named_parameters())
+    found, files = {}, []
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        files = [folder / "model.safetensors"]
+    if (folder / "heads.safetensors").exists():
+        files.append(folder / "heads.safetensors")
+    problems = []
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found.update({name: (file, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()})
+        except (OSError, SafetensorError) as error:
+            problems.append(f"{file} can not be read: {error}")
+    head_is_new = isinstance(model, ScalarModel) and "score.weight" not in found
+    if head_is_new:
+        wanted.pop("score.weight")
+        model.init_weights(seed=0)
+    ignored = {"lm_head.weight"} if isinstance(model, ScalarModel) or model.config.tie_embeddings else set()
+    problems += mismatches({name: tuple(p.shape) for name, p in wanted.items()},
+                           {name: shape for name, (_, shape) in found.items() if name not in ignored})
+    if problems:
+        refuse(*[f"{folder}: {problem}" for problem in problems])
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():
+                if name in wanted:
+                    wanted[name].copy_(opened.get_tensor(name))
+
+
+def mismatches(wanted, found):
+    """Sentences about every tensor whose shape is not the expected one.   wanted, found: {name: shape}"""
+    problems = [f"{name} is missing; expected shape {wanted[name]}" for name in wanted if name not in found]
+    problems += [f"{name} {found[name]} is not part of a model of this shape" for name in found if name not in wanted]
+    for name in wanted.keys() & found.keys():
+        if wanted[name] != found[name]:
+            keys = next((keys for part, keys in CAUSES.items() if part in name), ())
+            guilty = sorted({key for key, a, b in zip(keys, wanted[name], found[name]) if a != b})
+            problems.append(f"{name} is {found[name]}, expected {wanted[name]}: see {', '.join(guilty) or 'the config'}")
+    return sorted(problems)

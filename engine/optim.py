@@ -1,0 +1,70 @@
+"""AdamW with decay on matrices only, the learning rate as a function of the step, and clipping."""
+import math
+
+import torch
+
+
+def adamw(model, learning_rate, weight_decay, betas=(0.9, 0.95), eps=1e-8):
+    """Two groups: matrices and embeddings (two or more dimensions) decay, gains and biases do not. By dimension and not by
+    name: a rule for "layer_norm.weight" matches nothing in a Llama, whose norms are called otherwise.
+
+    torch's fused kernel makes one pass over the parameters; it exists for CPU and CUDA."""
+    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
+    others = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    fused = next(model.parameters()).device.type in ("cpu", "cuda")
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, eps=eps, fused=fused)
+
+
+def warmup_steps(max_steps, asked=None):
+    """min(2000, 0.4 % of the run) as is common, but not below 10 steps or a tenth of a short run: 0.4 % of 1000 steps would
+    be 4, and Adam's second moment (beta2 = 0.95) is noise for about 20."""
+    if asked is not None:
+        return asked
+    return max(min(2000, int(0.004 * max_steps)), min(100, max_steps // 10))
+
+
+def lr_at(step, max_steps, learning_rate, warmup, schedule="cosine", final=0.1):
+    """The learning rate of step 0, 1, ..., a pure function, so that a resumed run has the same one. Linear warm-up (the
+    first step already moves), then cosine, linear or constant down to `final` times the peak at the last step."""
+    if step < warmup:
+        return learning_rate * (step + 1) / warmup
+    if schedule == "constant":
+        return learning_rate
+    progress = min(1.0, (step - warmup) / max(1, max_steps - 1 - warmup))
+    share = 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
+    return learning_rate * (final + (1 - final) * share)
+
+
+def set_lr(optimizer, learning_rate):
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    return learning_rate
+
+
+def clip(parameters, max_norm):
+    """Scales all gradients so that their joint norm is at most max_norm (0: only measures); -> the norm before, a tensor.
+    It is NaN or inf when any gradient is: a free detector, and the caller must then not step."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=None)
+    if max_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+class Guard:
+    """Judges each step. A loss or gradient that is not finite never reaches the weights: one NaN in Adam's moments stays
+    there. The norm is taken over gradients that all ranks share, the loss is summed over ranks, so every rank comes to the
+    same verdict. After `max_bad` such steps in a row the run ends, with the last good checkpoint as it was."""
+
+    def __init__(self, max_bad, in_a_row=0):
+        self.max_bad, self.in_a_row = max_bad, in_a_row
+
+    def good(self, loss, norm):
+        fine = math.isfinite(loss) and math.isfinite(norm)
+        self.in_a_row = 0 if fine else self.in_a_row + 1
+        return fine
+
+    @property
+    def hopeless(self):
+        return self.in_a_row >= self.max_bad

@@ -1,0 +1,323 @@
+"""
+The Llama, in one file: RMSNorm before each sublayer, rotary positions, grouped-query attention, SwiGLU.
+
+    tokens (B, T) --embed--> x (B, T, C)
+        n_layer times:   x = x + attention(norm(x))        every token looks back at the tokens before it
+                         x = x + mlp(norm(x))              every token thinks for itself
+    x --norm--> lm_head --> logits (B, T, V)               the scores of the next token
+
+Sources: Touvron et al. 2023 (arXiv 2302.13971, 2307.09288); RMSNorm: Zhang & Sennrich 2019 (1910.07467); RoPE: Su et al.
+2021 (2104.09864); GQA: Ainslie et al. 2023 (2305.13245); SwiGLU: Shazeer 2020 (2002.05202).
+
+Modules and parameters carry the names that Hugging Face's Llama gives them (`model.layers.0.self_attn.q_proj.weight`), so
+a checkpoint of ours is one of theirs without a mapping. This file knows nothing of GPUs, ranks or files: those come to it
+from outside.
+
+Letters in the shape comments:  B batch   T new tokens   S tokens that can be seen (cache and new)   C n_embd
+                                H n_head   K n_kv_head   D head_dim = C / H   V vocab_size
+"""
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from configurator import refuse
+
+
+@dataclass
+class ModelConfig:
+    vocab_size: int = 32000
+    n_layer: int = 32
+    n_head: int = 32
+    n_kv_head: int = 32             # fewer than n_head: that many query heads share one key/value head
+    n_embd: int = 4096
+    n_inner: int = 11008            # width of the SwiGLU: about 8/3 of n_embd, since it has three matrices and not two
+    block_size: int = 4096          # the longest sequence that it is trained on
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False    # one matrix both embeds tokens and scores them
+    dropout: float = 0.0            # on the sublayers' outputs only: in attention it would cost SDPA its fast path
+    attention: str = "flash"        # 'flash': SDPA, fp32 inside the kernel; 'fp32': the same in the open
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+    def problems(self):
+        """Everything about the shape that can not work, a sentence each."""
+        found = [f"{name} must be at least 1, found {getattr(self, name)}"
+                 for name in ("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "block_size")
+                 if getattr(self, name) < 1]
+        if found:
+            return found
+        if self.n_embd % self.n_head:
+            found.append(f"n_embd = {self.n_embd} must be a multiple of n_head = {self.n_head}")
+        elif self.head_dim % 2:
+            found.append(f"n_embd / n_head = {self.head_dim} must be even: RoPE turns pairs of numbers")
+        if self.n_head % self.n_kv_head:
+            found.append(f"n_head = {self.n_head} must be a multiple of n_kv_head = {self.n_kv_head}")
+        if not 0 <= self.dropout < 1:
+            found.append(f"dropout must be in [0, 1), found {self.dropout}")
+        if self.attention not in ("flash", "fp32"):
+            found.append(f"attention must be 'flash' or 'fp32', found {self.attention!r}")
+        return found
+
+
+class RMSNorm(nn.Module):
+    """Scales each vector to root mean square 1, then by a learned gain. Computed in fp32 whatever comes in, since the
+    square of 300 already overflows fp16; the result has the input's dtype."""
+
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def rope_table(positions, head_dim, theta):
+    """cos and sin of the angle by which RoPE turns each pair at each position.
+
+    positions (T,) or (B, T), whole numbers; -> two fp32 tensors (1 or B, 1, T, D), the middle 1 being the heads. The angles
+    need fp32: bf16 has 8 bits and can not tell position 257 from 256."""
+    frequency = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    angle = positions.float()[..., None] * frequency                       # (..., T, D/2)
+    angle = torch.cat([angle, angle], dim=-1)                              # (..., T, D)
+    if angle.dim() == 2:
+        angle = angle[None]
+    return angle.cos()[:, None], angle.sin()[:, None]
+
+
+def rotate(x, cos, sin):
+    """Turns the pairs (x[i], x[i + D/2]) of x (B, heads, T, D). Hugging Face pairs halves; Meta's own files pair neighbours
+    (x[2i], x[2i+1]). Mixing the two up works for about 20 tokens and then reads as gibberish."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+
+def attend(q, k, v, allowed, kind):
+    """softmax(q kᵀ / sqrt(D)) v.   q (B, H, T, D), k and v (B, K, S, D), allowed (B, 1, T, S) bool or None -> (B, H, T, D)
+
+    allowed None means causal, T == S. The scores q kᵀ are never rounded to bf16: from 256 on bf16 counts in steps of 2, and a
+    score that is off by 1 is a probability that is off by a factor e. 'flash' kernels keep scores and softmax in fp32 inside;
+    'fp32' does it where it can be seen."""
+    if kind == "flash":
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=allowed is None,
+                                              enable_gqa=q.size(1) != k.size(1))
+    group = q.size(1) // k.size(1)
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    if allowed is None:
+        allowed = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril()
+    with torch.autocast(q.device.type, enabled=False):                     # autocast would round the product again
+        scores = q.float() @ k.float().transpose(-2, -1) / math.sqrt(q.size(-1))      # (B, H, T, S), fp32
+        weights = scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1)         # fp32
+        return weights.to(v.dtype) @ v
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        kv_width = config.n_kv_head * config.head_dim
+        self.q_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.k_proj = nn.Linear(config.n_embd, kv_width, bias=False)
+        self.v_proj = nn.Linear(config.n_embd, kv_width, bias=False)
+        self.o_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x, cos, sin, allowed, past):
+        batch, time, _ = x.shape
+        heads = lambda y: y.view(batch, time, -1, self.config.head_dim).transpose(1, 2)      # (B, heads, T, D)
+        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if past is not None:
+            k, v = past.append(k, v)
+        y = attend(q, k, v, allowed, self.config.attention)
+        return self.o_proj(y.transpose(1, 2).reshape(batch, time, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.n_embd, config.n_inner, bias=False)
+        self.up_proj = nn.Linear(config.n_embd, config.n_inner, bias=False)
+        self.down_proj = nn.Linear(config.n_inner, config.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.dropout = config.dropout
+        self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cos, sin, allowed=None, past=None):
+        drop = lambda y: F.dropout(y, self.dropout, self.training)
+        x = x + drop(self.self_attn(self.input_layernorm(x), cos, sin, allowed, past))
+        return x + drop(self.mlp(self.post_attention_layernorm(x)))
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, in room that is set aside once: growing it by concatenation would copy
+    everything at every token. All rows of a batch share one length; what is padding is told by the mask."""
+
+    def __init__(self, config, batch, max_length, device=None, dtype=torch.float32):
+        shape = (config.n_layer, batch, config.n_kv_head, max_length, config.head_dim)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.max_length, self.length = max_length, 0
+
+    def layer(self, i):
+        return CacheLayer(self, i)
+
+    def keep_rows(self, rows):
+        """Forgets every row of the batch that is not in rows (a 1-D index tensor)."""
+        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+
+
+class CacheLayer:
+    def __init__(self, cache, i):
+        self.cache, self.i = cache, i
+
+    def append(self, k, v):
+        """Writes k, v (B, K, T, D) behind what is there; -> all keys, all values (B, K, S, D)."""
+        start, end = self.cache.length, self.cache.length + k.size(2)
+        keys, values = self.cache.keys[self.i], self.cache.values[self.i]
+        keys[:, :, start:end], values[:, :, start:end] = k, v
+        return keys[:, :, :end].to(k.dtype), values[:, :, :end].to(v.dtype)
+
+
+class Trunk(nn.Module):
+    """Tokens in, a vector per token out: what the language model, the reward model and the value network share."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config.n_embd, config.norm_eps)
+
+    def forward(self, ids, positions=None, mask=None, cache=None):
+        """ids (B, T) -> (B, T, C).
+
+        mask (B, S): True where a token is real, over the cached and the new tokens; None where all are.
+        positions (B, T): by default counted from the mask, so that padding on the left does not shift a sequence.
+        cache: a KVCache; the new tokens are written behind what it holds."""
+        start = cache.length if cache is not None else 0
+        if cache is not None and start + ids.size(1) > cache.max_length:
+            raise ValueError(f"the cache has room for {cache.max_length} tokens; {start} are in it, {ids.size(1)} more came")
+        if positions is None and mask is not None:
+            positions = positions_of(mask)[:, start:]
+        elif positions is None:
+            positions = torch.arange(start, start + ids.size(1), device=ids.device)
+        cos, sin = rope_table(positions, self.config.head_dim, self.config.rope_theta)
+        allowed = None if mask is None and start == 0 else visible(mask, start, ids)
+
+        x = self.embed_tokens(ids)                                         # (B, T, C)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, allowed, cache.layer(i) if cache is not None else None)
+        if cache is not None:
+            cache.length += ids.size(1)
+        return self.norm(x)
+
+
+def positions_of(mask):
+    """0, 1, 2, ... over the real tokens of each row of mask (B, S); padding before the first of them has position 0."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def visible(mask, start, ids):
+    """(B, 1, T, S) bool: which of the S tokens each new token may look at: real ones, not later than itself. A token always
+    sees itself: a row without any would be a softmax over nothing, which is NaN, and NaN spreads from padding to all."""
+    batch, time = ids.shape
+    seen = torch.arange(start + time, device=ids.device)
+    own = torch.arange(start, start + time, device=ids.device)[:, None]
+    allowed = (seen <= own).expand(batch, 1, time, start + time)
+    return allowed if mask is None else (allowed & mask[:, None, None, :]) | (seen == own)
+
+
+class Llama(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        if config.problems():
+            refuse(*config.problems())
+        self.config = config
+        self.model = Trunk(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, ids, positions=None, mask=None, cache=None):
+        """ids (B, T) -> logits (B, T, V) of the token after each. Arguments as in Trunk.forward."""
+        return self.lm_head(self.model(ids, positions, mask, cache))
+
+    def hidden(self, ids, positions=None, mask=None, cache=None):
+        """ids (B, T) -> (B, T, C), after the last norm."""
+        return self.model(ids, positions, mask, cache)
+
+    def n_params(self):
+        """Numbers that are learned; a tied matrix counts once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def init_weights(self, seed=0):
+        init_weights(self, seed)
+        return self
+
+
+class ScalarModel(nn.Module):
+    """The trunk with one number per position for a head: a reward model (read at the last token) or a value network."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+        self.score = nn.Linear(config.n_embd, 1, bias=False)
+
+    def forward(self, ids, positions=None, mask=None):
+        """ids (B, T) -> fp32 (B, T)."""
+        return self.score(self.model(ids, positions, mask)).squeeze(-1).float()
+
+    def init_weights(self, seed=0):
+        init_weights(self, seed)
+        return self
+
+
+@torch.no_grad()
+def init_weights(model, seed):
+    """N(0, 0.02) for matrices, 1 for gains. o_proj and down_proj write into the residual stream, 2 n_layer times in all:
+    scaled by 1/sqrt(2 n_layer), so that the stream's variance at the start does not grow with depth (GPT-2, section 2.3).
+    (They, and not up_proj or gate_proj, are what writes there.)
+
+    Each parameter has a generator of its own, seeded by (seed, name): the same bits whatever else is drawn, and whoever
+    holds only a slice of it can draw the whole and keep the slice. A scalar head starts at 1/sqrt(C + 1): larger scores
+    would be noise in the first updates (Stiennon et al. 2020, arXiv 2009.01325)."""
+    config = model.config
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            parameter.fill_(1.0)
+            continue
+        std = 0.02
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            std = 0.02 / math.sqrt(2 * config.n_layer)
+        if name == "score.weight":
+            std = 1 / math.sqrt(config.n_embd + 1)
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def shapes(config):
+    """{name: shape} that a language model of this config must have, without making its weights."""
+    with torch.device("meta"):
+        model = Llama(config)
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
