@@ -5,11 +5,8 @@ Checkpoints that are whole or not there.
     RUN/full_00000400/   full: everything that a run continues from, written by torch.distributed.checkpoint. Its metadata
                          is a pickle, so it is trusted like code and read from the run's own folder only.
 
-Each is written as NAME.tmp, gets a manifest with the size and sha256 of every file, is flushed to the disk and then renamed.
-A folder that exists is never written into; a folder whose manifest is missing or does not fit is never loaded from.
+How such a folder is published, verified and found again: engine/manifest.py.
 """
-import os
-import re
 import shutil
 from pathlib import Path
 
@@ -20,21 +17,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from configurator import refuse
 from engine import hf
-from engine.files import fsync_folder, read_json, sha256_file, write_json
+from engine.files import read_json, write_json
+from engine.manifest import PREFIX, abandon, folder_of, newest, publish, steps_of
 from engine.parallel import bare, barrier, from_main
-
-PREFIX = {"light": "step", "full": "full"}
-
-
-def folder_of(run_dir, kind, step):
-    return Path(run_dir) / f"{PREFIX[kind]}_{step:08d}"
-
-
-def steps_of(run_dir, kind):
-    """Steps of the checkpoints in a run's folder, newest first; temporary and abandoned ones are none."""
-    pattern = re.compile(PREFIX[kind] + r"_(\d{8})")
-    return sorted((int(m[1]) for m in map(pattern.fullmatch, os.listdir(run_dir)) if m), reverse=True)
-
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
@@ -74,11 +59,7 @@ def _publish(final, write, setup):
         write(temporary)
         barrier(setup)
         if setup.is_main:
-            _seal(temporary)
-            if final.exists():          # a step that was reached before, and broken: it must not stand in the way
-                os.replace(final, abandoned_name(final))
-            os.replace(temporary, final)
-            fsync_folder(final.parent)
+            publish(temporary, final)
         barrier(setup)
     # CheckpointException is a BaseException: `except Exception` would let it through.
     except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
@@ -94,30 +75,13 @@ def _first_line(error):
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _seal(folder):
-    """Flushes every file to the disk and writes the manifest, the last file of all."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    for path in files:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    write_json(folder / "manifest.json", {"files": {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in files}})
-
-
-def abandoned_name(folder):
-    taken = [int(m[1]) for m in (re.search(r"\.abandoned-(\d+)$", p.name) for p in folder.parent.glob(folder.name + ".*")) if m]
-    return folder.with_name(f"{folder.name}.abandoned-{max(taken, default=0) + 1}")
-
-
 def abandon_later(run_dir, step):
     """After a resume from `step`: what lies ahead of it belongs to a past that will not happen, and keeps another name.
     Half-written folders of a killed run are removed."""
     for kind in PREFIX:
         for later in steps_of(run_dir, kind):
             if later > step:
-                folder = folder_of(run_dir, kind, later)
-                os.replace(folder, abandoned_name(folder))
+                abandon(folder_of(run_dir, kind, later))
     for temporary in Path(run_dir).glob("*_????????.tmp"):
         shutil.rmtree(temporary)
 
@@ -132,40 +96,6 @@ def prune(run_dir, kind, keep):
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
-
-def verify(folder):
-    """Sentences about everything that is wrong with a checkpoint's files; none when it is sound. Reads every byte."""
-    folder = Path(folder)
-    if not (folder / "manifest.json").exists():
-        return [f"{folder} has no manifest.json: its writing was interrupted"]
-    try:
-        listed = read_json(folder / "manifest.json")["files"]
-    except (SystemExit, KeyError):
-        return [f"{folder}/manifest.json is damaged"]
-    problems = []
-    for name, entry in listed.items():
-        path = folder / name
-        if not path.is_file():
-            problems.append(f"{path} is missing")
-        elif path.stat().st_size != entry["bytes"]:
-            problems.append(f"{path} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}")
-        elif sha256_file(path) != entry["sha256"]:
-            problems.append(f"{path} has other content than when it was written")
-    return problems
-
-
-def newest(run_dir, kind="light"):
-    """The newest checkpoint in a run's folder that verifies, or None; prints which it skipped and why."""
-    if not Path(run_dir).is_dir():
-        return None
-    for step in steps_of(run_dir, kind):
-        folder = folder_of(run_dir, kind, step)
-        problems = verify(folder)
-        if not problems:
-            return folder
-        print(f"skipping a damaged checkpoint: {problems[0]}" + (f" (and {len(problems) - 1} more)" if problems[1:] else ""), flush=True)
-    return None
-
 
 def resume(run_dir, modules, optimizers, setup):
     """Continues from the newest full checkpoint that verifies: fills modules and optimizers, the random state, and returns

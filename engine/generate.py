@@ -39,10 +39,10 @@ def generate(model, prompts, max_new_tokens, stop_ids, temperature=1.0, top_k=0,
     # Prompts stand right-aligned, padded on the left, so that the newest token is the last column of every row.
     rows = len(prompts)
     ids = torch.zeros(rows, longest, dtype=torch.long)
-    mask = torch.zeros(rows, room, dtype=torch.bool)
+    mask = torch.ones(rows, room, dtype=torch.bool)
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt):] = torch.tensor(prompt)
-        mask[row, longest - len(prompt):] = True
+        mask[row, :longest - len(prompt)] = False
     mask = mask.to(device)
     cache = KVCache(model.config, rows, room, device, dtype)
     out = Generation([[] for _ in prompts], [[] for _ in prompts], [False] * rows)

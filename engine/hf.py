@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from configurator import refuse
-from engine import checkpoint
 from engine.files import write_json
+from engine.manifest import newest
 from engine.tokenizer import Tokenizer
 from model import Llama, ModelConfig, ScalarModel
 
@@ -54,11 +54,11 @@ def find_folder(path):
     if any(path.glob("*.bin")) or any(path.glob("*.pth")):
         refuse(f"{path} holds pickled weights (.bin, .pth), which can run any code when they are opened. Convert them where you "
                "trust them:  transformers.AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR2)")
-    newest = checkpoint.newest(path, "light") if path.is_dir() else None
-    if newest is None:
+    found = newest(path, "light")
+    if found is None:
         refuse(f"{path}: no model there. Expected a folder with config.json and model.safetensors, or a run's folder with "
                "step_NNNNNNNN in it. Train the stage before this one first, or name another folder.")
-    return newest
+    return found
 
 
 def read_config(folder):
@@ -154,10 +154,11 @@ def load_weights(model, folder):
                 found.update({name: (file, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()})
         except (OSError, SafetensorError) as error:
             problems.append(f"{file} can not be read: {error}")
-    head_is_new = isinstance(model, ScalarModel) and "score.weight" not in found
-    if head_is_new:
+    if isinstance(model, ScalarModel) and "score.weight" not in found:
         wanted.pop("score.weight")
         model.init_weights(seed=0)
+    if isinstance(model, ScalarModel) and "score.bias" not in found:       # Hugging Face's scalar heads have none: it stays 0
+        wanted.pop("score.bias")
     ignored = {"lm_head.weight"} if isinstance(model, ScalarModel) or model.config.tie_embeddings else set()
     problems += mismatches({name: tuple(p.shape) for name, p in wanted.items()},
                            {name: shape for name, (_, shape) in found.items() if name not in ignored})

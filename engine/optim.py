@@ -16,7 +16,7 @@ def adamw(model, learning_rate, weight_decay, betas=(0.9, 0.95), eps=1e-8):
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, eps=eps, fused=fused)
 
 
-def warmup_steps(max_steps, asked=None):
+def warmup_length(max_steps, asked=None):
     """min(2000, 0.4 % of the run) as is common, but not below 10 steps or a tenth of a short run: 0.4 % of 1000 steps would
     be 4, and Adam's second moment (beta2 = 0.95) is noise for about 20."""
     if asked is not None:

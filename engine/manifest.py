@@ -1,0 +1,82 @@
+"""
+Folders that are whole or not there, and the steps of a run that are kept as such folders.
+
+A folder is written under another name (NAME.tmp), gets a manifest with the size and sha256 of each of its files, is flushed
+to the disk and renamed. One that exists is never written into; one whose manifest is missing or does not fit is never read.
+"""
+import os
+import re
+from pathlib import Path
+
+from engine.files import fsync_folder, read_json, sha256_file, write_json
+
+PREFIX = {"light": "step", "full": "full"}
+
+
+def folder_of(run_dir, kind, step):
+    return Path(run_dir) / f"{PREFIX[kind]}_{step:08d}"
+
+
+def steps_of(run_dir, kind):
+    """Steps of the checkpoints in a run's folder, newest first; temporary and abandoned ones are none."""
+    pattern = re.compile(PREFIX[kind] + r"_(\d{8})")
+    return sorted((int(m[1]) for m in map(pattern.fullmatch, os.listdir(run_dir)) if m), reverse=True)
+
+
+def publish(temporary, final):
+    """Makes a finished temporary folder final: every file flushed, the manifest written last of all, one rename."""
+    files = sorted(path for path in temporary.rglob("*") if path.is_file())
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    write_json(temporary / "manifest.json", {"files": {
+        str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in files}})
+    if final.exists():                  # a step that was reached before and is broken: it must not stand in the way
+        abandon(final)
+    os.replace(temporary, final)
+    fsync_folder(final.parent)
+
+
+def abandon(folder):
+    """Renames a checkpoint that nothing shall continue from; it is kept for whoever asks what happened."""
+    taken = (re.search(r"\.abandoned-(\d+)$", other.name) for other in folder.parent.glob(folder.name + ".*"))
+    number = 1 + max((int(m[1]) for m in taken if m), default=0)
+    os.replace(folder, folder.with_name(f"{folder.name}.abandoned-{number}"))
+
+
+def verify(folder):
+    """Sentences about everything that is wrong with a folder's files; none when it is sound. Reads every byte."""
+    folder = Path(folder)
+    if not (folder / "manifest.json").exists():
+        return [f"{folder} has no manifest.json: its writing was interrupted"]
+    try:
+        listed = read_json(folder / "manifest.json")["files"]
+    except (SystemExit, KeyError):
+        return [f"{folder}/manifest.json is damaged"]
+    problems = []
+    for name, entry in listed.items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{path} is missing")
+        elif path.stat().st_size != entry["bytes"]:
+            problems.append(f"{path} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}")
+        elif sha256_file(path) != entry["sha256"]:
+            problems.append(f"{path} has other content than when it was written")
+    return problems
+
+
+def newest(run_dir, kind="light"):
+    """The newest checkpoint in a run's folder that verifies, or None; prints which it skipped and why."""
+    if not Path(run_dir).is_dir():
+        return None
+    for step in steps_of(run_dir, kind):
+        folder = folder_of(run_dir, kind, step)
+        problems = verify(folder)
+        if not problems:
+            return folder
+        more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
+        print(f"skipping a damaged checkpoint: {problems[0]}{more}", flush=True)
+    return None

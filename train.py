@@ -1,0 +1,337 @@
+"""
+Pretraining: token shards in, a Llama out.
+
+    python train.py config/demo.py                                      one process, CPU or one GPU
+    torchrun --nproc_per_node=8 train.py config/llama2_7b.py            eight GPUs of one machine
+    torchrun --nproc_per_node=2 train.py config/demo.py --device=cpu    two processes on a CPU (gloo)
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/llama2_7b.py
+
+Give the same command again after any interruption: it continues from the newest full checkpoint that is sound, and on a
+CPU comes to the same weights, bit for bit, as if nothing had happened. A finished run does nothing.
+
+Needs data_dir/tokens (prepare_data.py) and data_dir/tokenizer (train_tokenizer.py). Writes, in out_dir/pretrain:
+
+    config.json          the configuration, versions, commit
+    log.jsonl            one line per logged step; tensorboard/ has the same numbers
+    step_NNNNNNNN/       light checkpoints: Hugging Face folders
+    full_NNNNNNNN/       full checkpoints: what a run continues from
+    result.json          the numbers of the finished run
+"""
+import math
+import time
+from pathlib import Path
+
+import torch
+
+from configurator import changed_keys, configure, refuse
+from engine import checkpoint, parallel
+from engine.files import lock_folder, read_json, write_json
+from engine.hf import find_folder, load_weights, read_config
+from engine.loss import token_losses
+from engine.monitor import Monitor
+from engine.optim import Guard, adamw, clip, lr_at, set_lr, warmup_length
+from engine.shards import TokenData, batch, n_blocks, step_blocks
+from engine.tokenizer import Tokenizer
+from model import Llama, ModelConfig
+
+# data and folders
+data_dir = "data/demo"
+out_dir = "out/demo"
+init_from = ""                  # a model folder to start from instead of random weights; its shape is taken over
+seed = 1
+# the model
+n_layer = 6
+n_head = 6
+n_kv_head = 6                   # fewer than n_head: grouped-query attention
+n_embd = 384
+n_inner = 1024                  # width of the SwiGLU: 8/3 of n_embd
+vocab_size = 0                  # 0: the tokenizer's
+block_size = 256                # tokens of context
+rope_theta = 10000.0
+norm_eps = 1e-5
+tie_embeddings = True           # one matrix to embed and to score; Llama 2 has two
+dropout = 0.0                   # on the sublayers' outputs
+attention = "flash"             # 'flash': SDPA; 'fp32': the same in the open, slower
+# the optimisation
+batch_tokens = 16384            # tokens per step over all processes, so a step means the same on any number of them
+micro_batch_size = 16           # sequences per process and forward pass: memory against speed, the result is the same
+max_steps = 1000
+learning_rate = 1e-3            # peak, after the warm-up
+schedule = "cosine"             # 'cosine', 'linear' or 'constant'
+warmup_steps: int | None = None # None: 0.4 % of max_steps, at most 2000, at least a tenth of a short run
+final_lr = 0.1                  # the last step's learning rate, as a share of the peak
+weight_decay = 0.1              # on matrices and embeddings; never on the norms' gains
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0                 # largest joint norm of all gradients; 0: measured only
+# looking and saving
+eval_every = 250                # steps
+eval_blocks = 128               # blocks of held-out text per evaluation, always the same ones
+log_every = 10
+save_light = 500                # steps between light checkpoints
+save_full = 250                 # steps between full ones
+keep = 2                        # newest checkpoints of each kind that are kept; 0: all
+max_bad_steps = 10              # so many steps in a row with a loss or gradient that is not finite end the run
+# the machine
+device = "auto"                 # 'auto', 'cpu', 'cuda', 'mps'
+dtype = "auto"                  # of matrix products: 'bf16' or 'fp32'; auto: bf16 where the machine has it natively
+compile = True                  # torch.compile, per block
+deterministic: bool | None = None   # same bits in every run; None: on CPU yes
+threads = 0                     # 0: the cores divided by the processes on this machine
+
+KINDS = ("ordinary", "eos", "bos", "first")     # of targets: text, end of page, begin of page, first token after a BOS
+
+
+def open_data(config, setup):
+    """Tokenizer and token shards, which must belong together; otherwise the commands that make them."""
+    data = Path(config.data_dir)
+    prepare, tokenize = config.command("prepare_data.py"), config.command("train_tokenizer.py")
+    wrong = []
+    if not (data / "tokenizer" / "tokenizer.json").exists():
+        wrong.append(f"{data}/tokenizer/tokenizer.json does not exist: no tokenizer")
+    if not (data / "tokens" / "index.json").exists():
+        wrong.append(f"{data}/tokens/index.json does not exist: no token shards")
+    if wrong:
+        if setup.local_rank:            # every rank finds the same; one of them says it
+            raise SystemExit(2)
+        inputs = "" if "demo" in prepare or "smoke" in prepare else " --inputs='CRAWL/*.warc.gz'"
+        refuse(*wrong, "Make them with these two commands:",
+               f"  {prepare}{inputs} && {tokenize}      documents, then a tokenizer trained on them",
+               f"  {prepare}{inputs}      again, now that there is a tokenizer: token shards")
+    tokenizer = Tokenizer.load(data / "tokenizer")
+    train = TokenData(data / "tokens", "train", tokenizer.hash, rebuild=prepare)
+    val = TokenData(data / "tokens", "val", tokenizer.hash, rebuild=prepare)
+    return tokenizer, train, val
+
+
+def shape_of(config, tokenizer):
+    """The model's shape: the config's, or that of the folder in init_from (which a config may repeat, not contradict)."""
+    shape = {key: getattr(config, key) for key in ("n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "block_size",
+                                                   "rope_theta", "norm_eps", "tie_embeddings")}
+    shape["vocab_size"] = config.vocab_size or tokenizer.vocab_size
+    if config.init_from:
+        theirs = read_config(find_folder(config.init_from))
+        wrong = [f"{key} = {value}, but {config.init_from} has {getattr(theirs, key)}" for key, value in shape.items()
+                 if value != getattr(theirs, key) and (key == "vocab_size" or value != config.default(key))]
+        if wrong:
+            refuse(*wrong, "Leave these keys out (the folder decides), or start without init_from.")
+        shape = {key: getattr(theirs, key) for key in shape}
+    return ModelConfig(**shape, dropout=config.dropout, attention=config.attention)
+
+
+def check(config, shape, tokenizer, train, setup):
+    """Everything about the settings that can not work, at once; -> (sequences per step, micro-batches per process)."""
+    problems = shape.problems()
+    if shape.vocab_size < tokenizer.vocab_size:
+        problems.append(f"vocab_size = {shape.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; use 0 to take that")
+    if train.n_tokens <= config.block_size:
+        problems.append(f"the training text has {train.n_tokens} tokens, fewer than one block and its target "
+                        f"(block_size + 1 = {config.block_size + 1}): more text, or a smaller block_size")
+    for key in ("block_size", "micro_batch_size", "max_steps", "batch_tokens", "log_every", "eval_every", "eval_blocks"):
+        if getattr(config, key) < 1:
+            problems.append(f"{key} must be at least 1, found {getattr(config, key)}")
+    if config.schedule not in ("cosine", "linear", "constant"):
+        problems.append(f"schedule must be 'cosine', 'linear' or 'constant', found '{config.schedule}'")
+    if not problems:
+        unit = config.block_size * config.micro_batch_size * setup.world
+        if config.batch_tokens % unit:
+            near = max(1, round(config.batch_tokens / unit)) * unit
+            problems.append(f"batch_tokens = {config.batch_tokens} is no multiple of block_size * micro_batch_size * processes = "
+                            f"{config.block_size} * {config.micro_batch_size} * {setup.world} = {unit}; set batch_tokens = {near}, or "
+                            "a micro_batch_size that divides")
+    if problems:
+        if setup.local_rank:
+            raise SystemExit(2)
+        refuse(*problems)
+    return config.batch_tokens // config.block_size, config.batch_tokens // unit
+
+
+def kinds_of(inputs, targets, tokenizer):
+    """(4, B, T) bool, in the order of KINDS: which kind of target each position has."""
+    eos, bos, first = targets == tokenizer.eos_id, targets == tokenizer.bos_id, inputs == tokenizer.bos_id
+    return torch.stack([~(eos | bos | first), eos, bos, first & ~(eos | bos)])
+
+
+def sums(losses, inputs, targets, weights, tokenizer):
+    """What a step adds up, in float64 so that the order of adding does not show: (9,): the weighted loss, then for each
+    kind the sum of its losses, then for each kind how many. Padding (targets below 0) is in none of them."""
+    kinds = kinds_of(inputs, targets, tokenizer) & (targets >= 0)
+    losses = losses.detach().double()
+    return torch.cat([(losses * weights).sum()[None], (losses * kinds).sum((1, 2)), kinds.sum((1, 2)).double()])
+
+
+def forward_backward(model, micro_batches, tokenizer, setup):
+    """Gradients of the global step's mean loss, left in the parameters; -> the step's sums over all ranks.
+
+    Each loss is divided by the weight of the whole global step and not by its own micro-batch's: the same gradient for any
+    split over micro-batches and ranks. DDP divides by the number of ranks, hence the factor."""
+    total = torch.zeros(9, dtype=torch.float64, device=setup.device)
+    weight = parallel.all_sum(sum(w.sum() for _, _, w in micro_batches).double(), setup).clamp(min=1)
+    for i, (x, y, w) in enumerate(micro_batches):
+        with parallel.accumulating(model, last=i == len(micro_batches) - 1):
+            with setup.autocast():
+                logits = model(x)
+            losses = token_losses(logits, y.clamp(min=0))                  # (B, T)
+            ((losses * w).sum() * setup.world / weight.float()).backward()
+        total += sums(losses, x, y, w, tokenizer)
+    total = parallel.all_sum(total, setup)
+    total[0] /= weight
+    return total
+
+
+def split_of(total):
+    """{kind: mean loss} from a step's sums; a kind that did not occur is left out."""
+    return {name: total[1 + i].item() / total[5 + i].item() for i, name in enumerate(KINDS) if total[5 + i] > 0}
+
+
+@torch.no_grad()
+def evaluate(model, data, blocks, config, tokenizer, byte_counts, setup):
+    """Mean loss, loss by kind, and bits per byte over fixed blocks of held-out text, divided over the ranks."""
+    model.eval()
+    total, nats, n_bytes = torch.zeros(9, dtype=torch.float64), 0.0, 0
+    for start in range(setup.rank * config.micro_batch_size, len(blocks), setup.world * config.micro_batch_size):
+        x, y, w = (torch.from_numpy(a).to(setup.device) for a in batch(data, blocks[start:start + config.micro_batch_size], config.block_size))
+        with setup.autocast():
+            losses = token_losses(parallel.bare(model)(x), y.clamp(min=0))
+        total += sums(losses, x, y, w, tokenizer).cpu()
+        text = (y >= 0) & (y != tokenizer.eos_id) & (y != tokenizer.bos_id)
+        nats += losses.double()[text].sum().item()
+        n_bytes += byte_counts[y[text].cpu()].sum().item()
+    model.train()
+    together = parallel.all_sum(torch.cat([total, torch.tensor([nats, n_bytes], dtype=torch.float64)]).to(setup.device), setup).cpu()
+    counted = together[5:9].sum() - together[7]                            # BOS is no target
+    return {"loss": (together[0] / counted).item(), **{f"loss_{k}": v for k, v in split_of(together).items()},
+            "bits_per_byte": (together[9] / math.log(2) / together[10].clamp(min=1)).item()}
+
+
+def main(config):
+    # 1. Where we are, and one run per folder.
+    setup = parallel.start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
+    run = Path(config.out_dir) / "pretrain"
+    tokenizer, train, val = open_data(config, setup)
+    shape = shape_of(config, tokenizer)
+    per_step, n_micro = check(config, shape, tokenizer, train, setup)
+    lock = lock_folder(run) if setup.is_main else None
+    if (run / "config.json").exists():
+        changed = changed_keys(read_json(run / "config.json"), config)
+        if changed:
+            refuse(*[f"{run} was begun with {key} = {old!r}, now it is {new!r}" for key, old, new in changed],
+                   "Give the old value to continue that run, or another --out_dir to start a new one.")
+    if (run / "result.json").exists():
+        setup.say(f"{run}: already done, {config.max_steps} steps; to train anew, remove the folder or choose another --out_dir")
+        return
+    parallel.barrier(setup)             # nobody writes config.json before everybody has compared
+    config.save(run)
+
+    # 2. The model, on its device, with the same bits on every rank.
+    model = Llama(shape).init_weights(config.seed)
+    if config.init_from:
+        load_weights(model, find_folder(config.init_from))
+    model.to(setup.device)
+    parallel.compile_blocks(model, setup, config.compile)
+    optimizer = adamw(model, config.learning_rate, config.weight_decay, (config.beta1, config.beta2))
+
+    # 3. Continue where an earlier call stopped.
+    modules, optimizers = {"model": model}, {"model": optimizer}
+    state = checkpoint.resume(run, modules, optimizers, setup) or {"step": 0, "tokens": 0, "in_a_row": 0}
+    if state.get("data_hash", train.data_hash) != train.data_hash:
+        refuse(f"{run} was begun on other data (hash {state['data_hash'][:12]}, now {train.data_hash[:12]}): its order would not "
+               "continue. Bring the old data back, or start anew with another --out_dir.")
+    guard = Guard(config.max_bad_steps, state["in_a_row"])
+    model = parallel.wrap(model, setup)
+
+    # 4. What it will cost, before it is spent.
+    blocks = n_blocks(train.n_tokens, config.block_size)
+    warmup = warmup_length(config.max_steps, config.warmup_steps)
+    n_params = parallel.bare(model).n_params()
+    flops = 6 * n_params + 6 * shape.n_layer * shape.n_embd * config.block_size     # per token, causal attention counted once
+    setup.say(f"model       {n_params:,} parameters, {shape.n_layer} layers of {shape.n_embd}, vocabulary {shape.vocab_size:,}\n"
+              f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, {setup.threads} threads\n"
+              f"step        {config.batch_tokens:,} tokens = {setup.world} x {n_micro} x {config.micro_batch_size} x {config.block_size}"
+              f" (processes, micro-batches, sequences, tokens)\n"
+              f"run         {config.max_steps:,} steps, {config.max_steps * config.batch_tokens:,} tokens, "
+              f"{config.max_steps * per_step / blocks:.2f} epochs of {train.n_tokens:,} tokens; "
+              f"{flops * config.max_steps * config.batch_tokens:.2e} FLOPs; warm-up {warmup} steps")
+    byte_counts = torch.tensor([len(b) for b in tokenizer.token_bytes] + [0] * (shape.vocab_size - tokenizer.vocab_size))
+    val_total = n_blocks(val.n_tokens, config.block_size)
+    val_blocks = [i * val_total // min(config.eval_blocks, val_total) for i in range(min(config.eval_blocks, val_total))]
+    monitor = Monitor(run, setup, config.max_steps, state["step"], label="train")
+
+    def my_share(step):
+        """This rank's micro-batches of the global step: a pure function of seed, data, step and rank."""
+        mine = step_blocks(step, per_step, blocks, config.seed)[setup.rank::setup.world]
+        cut = [mine[i:i + config.micro_batch_size] for i in range(0, len(mine), config.micro_batch_size)]
+        return [tuple(torch.from_numpy(a).to(setup.device) for a in batch(train, ids, config.block_size)) for ids in cut]
+
+    def save(step, kinds):
+        """Light before full: where a full checkpoint is, the light one of the same step is too."""
+        if not all(torch.isfinite(p).all() for p in parallel.bare(model).parameters()):
+            refuse(f"step {step}: weights are no longer finite, so nothing is saved; the checkpoints before are sound. "
+                   "Lower --learning_rate, or look at the steps before this one in log.jsonl.")
+        facts = {"tokens": state["tokens"], "in_a_row": guard.in_a_row, "config_hash": config.hash, "data_hash": train.data_hash}
+        if "light" in kinds:
+            checkpoint.save_light(run, step, model, tokenizer, setup, {**facts, "tokenizer_hash": tokenizer.hash})
+        if "full" in kinds:
+            checkpoint.save_full(run, step, modules, optimizers, facts, setup)
+        if setup.is_main:
+            for kind in kinds:
+                checkpoint.prune(run, kind, config.keep)
+
+    # 5. The loop.
+    model.train()
+    began, began_at, waited = time.perf_counter(), state["step"], 0.0      # of the steps that the next log line speaks of
+    for step in range(state["step"], config.max_steps):
+        lr = set_lr(optimizer, lr_at(step, config.max_steps, config.learning_rate, warmup, config.schedule, config.final_lr))
+        asked = time.perf_counter()
+        micro_batches = my_share(step)
+        waited += time.perf_counter() - asked
+        total = forward_backward(model, micro_batches, tokenizer, setup)
+        norm = clip(model.parameters(), config.grad_clip)
+        loss, norm = total[0].item(), norm.item()
+        good = guard.good(loss, norm)
+        if good:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        state["tokens"] += config.batch_tokens
+        done = step + 1
+        first, last = step == state["step"], done == config.max_steps
+
+        record, line = {}, ""
+        if not good:
+            record = {"loss": loss, "grad_norm": norm, "skipped": True, "blocks": step_blocks(step, per_step, blocks, config.seed)}
+            line = f"loss {loss}, gradient norm {norm}: step skipped, {guard.in_a_row} in a row"
+        elif first or last or done % config.log_every == 0:
+            seconds = (time.perf_counter() - began) / (done - began_at)
+            record = {"loss": loss, **{f"loss_{kind}": value for kind, value in split_of(total).items()}, "lr": lr,
+                      "grad_norm": norm, "tokens": state["tokens"], "tokens_per_second": config.batch_tokens / seconds,
+                      "step_seconds": seconds, "data_seconds": waited / (done - began_at)}
+            line = f"loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {config.batch_tokens / seconds:,.0f} tokens/s"
+        if last or done % config.eval_every == 0:
+            scores = evaluate(model, val, val_blocks, config, tokenizer, byte_counts, setup)
+            record.update({f"val_{name}": value for name, value in scores.items()})
+            line += f"  held-out loss {scores['loss']:.4f}, {scores['bits_per_byte']:.4f} bits per byte"
+        if record:
+            monitor.log(done, line.strip(), **record)
+        if guard.hopeless:
+            refuse(f"step {done}: {guard.in_a_row} steps in a row had a loss or gradient that is not finite, so the run ends. The last "
+                   "good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, or look at the data of these steps "
+                   "(log.jsonl names the blocks).")
+        kinds = [kind for kind, every in (("light", config.save_light), ("full", config.save_full))
+                 if last or every and done % every == 0]
+        if kinds:
+            save(done, kinds)
+        if record or kinds:
+            began, began_at, waited = time.perf_counter(), done, 0.0
+        monitor.advance()
+
+    # 6. The end.
+    monitor.close()
+    if setup.is_main:
+        write_json(run / "result.json", {"steps": config.max_steps, "tokens": state["tokens"], "parameters": n_params,
+                                         "train_loss": loss, **{f"val_{name}": value for name, value in scores.items()}})
+    setup.say(f"pretrained model in {checkpoint.folder_of(run, 'light', config.max_steps)}")
+    parallel.finish(setup)
+
+
+if __name__ == "__main__":
+    main(configure(globals()))
