@@ -281,7 +281,8 @@ class ScalarModel(nn.Module):
         super().__init__()
         self.config = config
         self.model = Trunk(config)
-        self.score = nn.Linear(config.n_embd, 1, bias=False)
+        self.score = nn.Linear(config.n_embd, 1)     # the bias sets where 0 is; a ranking loss never moves it (reward.py does)
+        nn.init.zeros_(self.score.bias)
 
     def forward(self, ids, positions=None, mask=None):
         """ids (B, T) -> fp32 (B, T)."""
@@ -304,7 +305,7 @@ def init_weights(model, seed):
     config = model.config
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
-            parameter.fill_(1.0)
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         std = 0.02
         if name.endswith(("o_proj.weight", "down_proj.weight")):

@@ -1,0 +1,137 @@
+"""The model against transformers' Llama with the same weights, its shapes, its initialisation."""
+import math
+
+import pytest
+import torch
+
+from config_values import llama2_7b
+from engine.hf import mismatches
+from model import KVCache, Llama, ModelConfig, RMSNorm, attend, shapes
+
+SMALL = dict(vocab_size=211, n_layer=3, n_head=4, n_embd=64, n_inner=96, block_size=256)
+
+
+def theirs(config, model):
+    """transformers' Llama with the weights of ours."""
+    transformers = pytest.importorskip("transformers")
+    hf = transformers.LlamaConfig(
+        vocab_size=config.vocab_size, hidden_size=config.n_embd, intermediate_size=config.n_inner,
+        num_hidden_layers=config.n_layer, num_attention_heads=config.n_head, num_key_value_heads=config.n_kv_head,
+        max_position_embeddings=config.block_size, rms_norm_eps=config.norm_eps, rope_theta=config.rope_theta,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=config.tie_embeddings, attn_implementation="eager")
+    other = transformers.LlamaForCausalLM(hf)
+    result = other.load_state_dict(model.state_dict(), strict=False)
+    assert not result.unexpected_keys and not [k for k in result.missing_keys if "rotary" not in k]
+    return other.eval()
+
+
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+@pytest.mark.parametrize("attention", ["flash", "fp32"])
+def test_logits_equal_transformers(n_kv_head, attention):
+    config = ModelConfig(**SMALL, n_kv_head=n_kv_head, rope_theta=5e5, attention=attention, tie_embeddings=n_kv_head == 2)
+    model = Llama(config).init_weights(3).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():        # gains and scores away from 1 and 0, where mistakes hide
+            parameter.mul_(1.5).add_(torch.randn_like(parameter) * 0.02)
+        ids = torch.randint(0, 211, (2, 160))
+        other = theirs(config, model)
+        assert (model(ids) - other(ids).logits).abs().max() < 1e-4
+        mask = torch.ones(2, 160, dtype=torch.bool)
+        mask[0, :37] = False                        # left padding
+        expected = other(ids, attention_mask=mask.long(), position_ids=(mask.long().cumsum(-1) - 1).clamp(min=0)).logits
+        assert (model(ids, mask=mask) - expected)[mask].abs().max() < 1e-4
+
+
+def test_padding_never_reaches_a_real_token():
+    model = Llama(ModelConfig(**SMALL, n_kv_head=2)).init_weights(0).eval()
+    ids = torch.randint(0, 211, (1, 50))
+    alone = model(ids)
+    for left, right in ((13, 0), (0, 9), (5, 4)):
+        padded = torch.cat([torch.randint(0, 211, (1, left)), ids, torch.randint(0, 211, (1, right))], 1)
+        mask = torch.zeros(padded.shape, dtype=torch.bool)
+        mask[:, left:left + 50] = True
+        logits = model(padded, mask=mask)
+        assert torch.isfinite(logits).all()
+        assert (logits[:, left:left + 50] - alone).abs().max() < 1e-5
+
+
+def test_cache_equals_the_full_forward():
+    model = Llama(ModelConfig(**SMALL, n_kv_head=2)).init_weights(0).eval()
+    ids = torch.randint(0, 211, (2, 40))
+    mask = torch.ones(2, 40, dtype=torch.bool)
+    mask[0, :6] = False
+    cache = KVCache(model.config, 2, 40)
+    pieces = [model(ids[:, a:b], mask=mask[:, :b], cache=cache) for a, b in ((0, 17), (17, 18), (18, 19), (19, 40))]
+    assert ((torch.cat(pieces, 1) - model(ids, mask=mask))[mask]).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="room for 40"):
+        model(ids[:, :1], cache=cache)
+
+
+def test_llama2_7b_has_the_papers_shapes():
+    config = llama2_7b()
+    wanted = shapes(config)
+    with torch.device("meta"):
+        assert Llama(config).n_params() == 6_738_415_616
+    assert wanted["model.embed_tokens.weight"] == wanted["lm_head.weight"] == (32000, 4096)
+    assert wanted["model.layers.31.self_attn.q_proj.weight"] == (4096, 4096)
+    assert wanted["model.layers.0.mlp.gate_proj.weight"] == (11008, 4096)
+    assert wanted["model.layers.0.mlp.down_proj.weight"] == (4096, 11008)
+    assert len(wanted) == 3 + 32 * 9
+    assert config.n_inner == -(-8 * 4096 // 3 // 256) * 256 == 43 * 256        # 8/3 of 4096, up to a multiple of 256
+
+
+def test_every_wrong_tensor_is_listed_with_its_key():
+    from dataclasses import replace
+    config = ModelConfig(**SMALL, n_kv_head=2)
+    found = mismatches(shapes(config), shapes(replace(config, n_kv_head=4, n_inner=128)))
+    assert len(found) == 3 * (2 + 3)                # k, v, gate, up, down in each of three layers
+    assert sum("see n_kv_head" in line for line in found) == 6 and sum("see n_inner" in line for line in found) == 9
+
+
+def test_initialisation():
+    config = ModelConfig(vocab_size=500, n_layer=12, n_head=4, n_kv_head=4, n_embd=192, n_inner=512, block_size=64)
+    model = Llama(config).init_weights(7)
+    small = 0.02 / math.sqrt(24)
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            assert (p == 1).all()
+        else:
+            expected = small if "o_proj" in name or "down_proj" in name else 0.02
+            assert abs(p.std().item() / expected - 1) < 0.03, name
+    again = dict(Llama(config).init_weights(7).named_parameters())
+    assert all(torch.equal(p, again[name]) for name, p in model.named_parameters())
+    # A parameter's bits depend on its name and the seed only, not on what else the model has.
+    shallow = dict(Llama(ModelConfig(**{**vars(config), "n_layer": 12, "vocab_size": 300})).init_weights(7).named_parameters())
+    assert torch.equal(shallow["model.layers.5.mlp.up_proj.weight"], again["model.layers.5.mlp.up_proj.weight"])
+
+
+def test_rmsnorm_where_fp16_would_overflow():
+    norm = RMSNorm(8, 1e-5)
+    x = torch.full((1, 8), 300.0, dtype=torch.float16)     # 300 squared is beyond fp16's 65504
+    y = norm(x).float()
+    assert torch.isfinite(y).all() and (y - 1).abs().max() < 1e-3
+
+
+def test_scores_are_never_rounded_to_bf16():
+    """bf16 inputs whose scores differ by less than bf16 can tell apart at their size: both paths must still tell them apart."""
+    q = torch.zeros(1, 1, 3, 64, dtype=torch.bfloat16)
+    k = torch.zeros(1, 1, 3, 64, dtype=torch.bfloat16)
+    q[..., 0], q[..., 1] = 64, 8
+    k[0, 0, :, 0] = 64                                     # 64 * 64 / 8 = 512, where bf16 counts in steps of 4
+    k[0, 0, :, 1] = torch.tensor([0.0, 1.0, 2.0])          # plus 0, 1, 2
+    v = torch.eye(3, 64, dtype=torch.bfloat16)[None, None]
+    expected = torch.tensor([0.0, 1.0, 2.0]).softmax(0)    # of the last row, which sees all three
+    for kind in ("flash", "fp32"):
+        got = attend(q, k, v, None, kind)[0, 0, 2, :3].float()
+        assert (got - expected).abs().max() < 0.01, kind
+    rounded = (q @ k.transpose(-2, -1) / 8)[0, 0, 2].softmax(-1).float()
+    assert (rounded - expected).abs().max() > 0.2          # the mistake, shown
+
+
+def test_impossible_shapes_are_all_named(capsys):
+    with pytest.raises(SystemExit) as stop:
+        Llama(ModelConfig(n_head=5, n_kv_head=3, n_embd=64, attention="fast", dropout=1.0))
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in ("n_head = 5", "n_kv_head = 3", "dropout", "'fast'"))
