@@ -8,8 +8,9 @@ A tokenizer is four things, and nothing else decides an id:
     merges      which two tokens each of them was made of (only Hugging Face's file wants to know)
     specials    names such as <|bos|> with ids behind the ranks; text never turns into one of them
 
-Encoding a piece: start from its single bytes, and as long as some neighbouring pair joins into a token, join the pair of
-lowest rank. `encode_by_hand` says that in ten lines; tiktoken does the same at 18 MB/s and is the engine for all real work.
+Encoding a piece: start from its single bytes, and as long as some neighbouring pair joins into a token, join the pair
+of lowest rank. `encode_by_hand` says that in ten lines; tiktoken does the same at 18 MB/s and is the engine for all
+real work.
 
 `hash` is a sha256 over those contents. It is written beside every shard and checkpoint, so that ids are never read
 with another tokenizer than the one they were made with.
@@ -31,10 +32,11 @@ from engine.files import read_json, write_atomic, write_json
 FORMAT = 1
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
-# How text is cut. The GPT-4 form, in Llama-3's spelling: contractions; a word with the one character before it (mostly its
-# space); digits in groups of at most three; punctuation with the line ends behind it; line ends; spaces, of which the last
-# is left for the word that follows. OpenAI's newer files write `\p{N}{1,3}+`: possessive for some engines, but for the one
-# inside Hugging Face's tokenizers "repeat the group", which gives other tokens. The plain form means the same everywhere.
+# How text is cut. The GPT-4 form, in Llama-3's spelling: contractions; a word with the one character before it
+# (mostly its space); digits in groups of at most three; punctuation with the line ends behind it; line ends; spaces,
+# of which the last is left for the word that follows. OpenAI's newer files write `\p{N}{1,3}+`: possessive for some
+# engines, but for the one inside Hugging Face's tokenizers "repeat the group", which gives other tokens. The plain
+# form means the same everywhere.
 _GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,8 +55,8 @@ LONG_WHITESPACE = 100_000
 
 def _byte_alphabet():
     """
-    The one printable character that stands for each byte in tokenizer.json, GPT-2's invention: bytes that print stand for
-    themselves, the other 68 are moved to U+0100 and up. -> list of 256 characters, indexed by the byte.
+    The one printable character that stands for each byte in tokenizer.json, GPT-2's invention: bytes that print stand
+    for themselves, the other 68 are moved to U+0100 and up. -> list of 256 characters, indexed by the byte.
     """
     printing = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     moved = [byte for byte in range(256) if byte not in printing]
@@ -85,8 +87,9 @@ def bytes_to_chars(token):
 
 def valid_unicode(text):
     """
-    The text with each lone surrogate (half of a UTF-16 pair; not a character, has no UTF-8 form) replaced by U+FFFD, and a
-    proper pair of surrogates by its character. JSON and broken web pages contain them. Any other text comes back as it is.
+    The text with each lone surrogate (half of a UTF-16 pair; not a character, has no UTF-8 form) replaced by U+FFFD,
+    and a proper pair of surrogates by its character. JSON and broken web pages contain them. Any other text comes
+    back as it is.
     """
     try:
         text.encode("utf-8")
@@ -129,8 +132,8 @@ class Tokenizer:
 
     def encode(self, text):
         """
-        -> list of int. Adds no BOS or EOS, and never makes a special token: "<|eos|>" in a text is seven ordinary tokens.
-        Lone surrogates count as U+FFFD; otherwise decode(encode(text)) == text for every text.
+        -> list of int. Adds no BOS or EOS, and never makes a special token: "<|eos|>" in a text is seven ordinary
+        tokens. Lone surrogates count as U+FFFD; otherwise decode(encode(text)) == text for every text.
         """
         if len(text) >= LONG_WHITESPACE and _longest_whitespace(text) >= LONG_WHITESPACE:
             # The slow way round (see LONG_WHITESPACE): another regex engine cuts, tiktoken still merges.
@@ -139,7 +142,7 @@ class Tokenizer:
         return self.engine.encode_ordinary(text)
 
     def encode_batch(self, texts):
-        """encode() of each. One after the other: threads gained nothing in tiktoken, whoever has cores uses processes."""
+        """encode() of each. One after the other: threads gained nothing, whoever has cores uses processes."""
         return [self.encode(text) for text in texts]
 
     def encode_by_hand(self, text):
@@ -183,7 +186,8 @@ class Tokenizer:
 
     def _content_hash(self):
         digest = hashlib.sha256()
-        head = {"format": FORMAT, "pattern": self.pattern, "specials": sorted(self.specials.items()), "normalizer": None}
+        specials = sorted(self.specials.items())
+        head = {"format": FORMAT, "pattern": self.pattern, "specials": specials, "normalizer": None}
         for part in [json.dumps(head).encode(), *self.ranks]:
             digest.update(len(part).to_bytes(4, "little") + part)      # lengths: [b"ab"] is not [b"a", b"b"]
         return digest.hexdigest()
@@ -253,8 +257,9 @@ class Tokenizer:
 
 class TextStream:
     """
-    Decodes a growing sequence. `add(id)` returns the text that has become certain: a character of four bytes appears when
-    its last byte has come, never as halves. `end()` returns what is left (U+FFFD for a character that stayed incomplete).
+    Decodes a growing sequence. `add(id)` returns the text that has become certain: a character of four bytes appears
+    when its last byte has come, never as halves. `end()` returns what is left (U+FFFD for a character that stayed
+    incomplete).
     """
 
     def __init__(self, tokenizer):
@@ -289,7 +294,7 @@ def _problems(ranks, pattern, specials):
             problems.append(f"the special token {name} is an ordinary token too")
         taken.add(id)
     if re.search(r"\{\d*,?\d*\}\+", pattern):
-        problems.append(f"the pattern has a possessive count (like {{1,3}}+), which regex engines read differently: {pattern}")
+        problems.append(f"the pattern has a possessive count, like {{1,3}}+, which engines read differently: {pattern}")
     try:
         regex.compile(pattern)
     except regex.error as error:
@@ -299,8 +304,9 @@ def _problems(ranks, pattern, specials):
 
 def _every_split(ranks):
     """
-    Merges for a vocabulary of which only the ranks are known: each way to put a token together from two others, in the order
-    of the tokens' ids. One split a token is not enough: some real tokens (Llama-3's ".:.:") are reached by no single one.
+    Merges for a vocabulary of which only the ranks are known: each way to put a token together from two others, in
+    the order of the tokens' ids. One split a token is not enough: some real tokens (Llama-3's ".:.:") are reached by
+    no single one.
     """
     rank_of = {token: rank for rank, token in enumerate(ranks)}
     merges = []
@@ -334,7 +340,7 @@ def _from_json(file):
         problems.append("the merges do not stand in the order of the ids they make")
     ignore_merges = data["model"].get("ignore_merges", False)
     if not ignore_merges and len(set(made)) != len(vocab) - 256:
-        problems.append(f"{len(vocab) - 256} tokens are longer than a byte, but the merges make {len(set(made))} different ones")
+        problems.append(f"{len(vocab) - 256} tokens are longer than a byte, the merges make {len(set(made))} of them")
     if problems:
         refuse(*(f"{file}: {problem}. Its tokens could not be reproduced exactly." for problem in problems))
     ranks = [token.translate(_TO_BYTES).encode("latin-1") for token in vocab]
@@ -348,8 +354,8 @@ def _foreign(data):
     model, reasons = data["model"], []
     if model.get("type", "BPE") != "BPE":
         reasons.append(f"the model is {model['type']}, not BPE")
-    if data.get("normalizer"):
-        reasons.append(f"text is normalised first ({data['normalizer'].get('type')}), so decode(encode(text)) is not the text")
+    if normalizer := data.get("normalizer"):
+        reasons.append(f"text is normalised first ({normalizer.get('type')}), so decode(encode(text)) is not the text")
     for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(key):
             reasons.append(f"the model has {key} = {model[key]!r}")
@@ -364,8 +370,8 @@ def _foreign(data):
 
 def _pattern_of(pre_tokenizer):
     """The regular expression of a pre_tokenizer, or None where it does anything else than cut and map bytes."""
-    steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
-    last = steps[-1] or {}
+    steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
+    last = steps[-1]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space", True):
         return None
     if len(steps) == 1:
@@ -392,13 +398,13 @@ def _roles(folder):
 
 def _from_rank_file(path):
     """
-    A rank file says neither its pattern nor its special tokens, so both come from its name. Such a tokenizer has no BOS; it
-    serves to compare.
+    A rank file says neither its pattern nor its special tokens, so both come from its name. Such a tokenizer has no
+    BOS; it serves to compare.
     """
     patterns = {"gpt2": "gpt2", "r50k": "gpt2", "p50k": "gpt2", "cl100k": "gpt4"}
     name = next((name for name in patterns if name in path.name), None)
     if name is None:
-        refuse(f"{path}: a rank file does not say how text is cut, and only these names are known: {', '.join(patterns)}.")
+        refuse(f"{path}: a rank file does not say how text is cut; known by their names are {', '.join(patterns)}.")
     if not path.is_file():
         refuse(f"{path} does not exist.")
     ranks = _read_bpe(path) if path.suffix == ".bpe" else _read_tiktoken(path)

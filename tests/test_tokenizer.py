@@ -1,0 +1,471 @@
+"""The trainer against its plain twin and Hugging Face's; the tokenizer against tiktoken, Hugging Face's and itself."""
+import base64
+import json
+import os
+import pydoc_data.topics
+import random
+import signal
+import subprocess
+import sys
+import time
+import unicodedata
+from pathlib import Path
+
+import pytest
+import regex
+
+import train_tokenizer
+from configurator import configure
+from engine.tokenizer import BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer, bytes_to_chars
+from train_tokenizer import count_in_parallel, count_pieces, train, train_slowly
+
+TOPICS = [text for _, text in sorted(pydoc_data.topics.topics.items())]
+SPECIMENS = [
+    "", " ", "a", "\n", "\r\n", "a\r\n\r\n b", "\x00", "a\x00b", "  two   spaces    ", "\t\ttabs\t",
+    "it's I'LL it'\u017f", "\x1c\x1d \x85 \xa0", "<|eos|>", "<|bos|><|user|>hi<|end|>", "x <|end|>y", "<|pad|",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466", "\U0001f44d\U0001f3fd", "na\u00efve nai\u0308ve",
+    "\u65e5\u672c\u8a9e\u306e\u30c6\u30b9\u30c8", "12345678 3.14 0x1F \u0663\u0664", "\u202eabc\u202c \u200b\ufeff\u3000",
+    "def f(x):\n    return x  # tail   \n\n\n", "^" * 300, " " * 300 + "x", "\n" * 300, "ab" * 300, "\ufffd\uffff",
+    "snake_case_name CamelCase",
+]
+
+
+def fuzz_texts(count, seed):
+    """Strings of everything that has gone wrong somewhere, over code points that all engines' Unicode tables know."""
+    rng = random.Random(seed)
+    planes = [chr(c) for c in range(0x2FFF) if unicodedata.category(chr(c)) not in ("Cn", "Cs")]
+    planes += [chr(c) for c in range(0x1F300, 0x1F650)] + list("\u4e00\uac00\uff21\ufb01\U00020000")
+    common = list("aabbccee  \n\r\t'\".,0123ABst_-") + ["  ", "\r\n", "'s", "'ll", "123", "<|end|>", " the", "\x00"]
+
+    def text(length):
+        return "".join(rng.choice(common if rng.random() < 0.7 else planes) for _ in range(length))
+    return [text(rng.randrange(1, 60)) for _ in range(count)]
+
+
+def fuzz_words(rng):
+    """A small corpus with many ties, runs of one letter, and overlaps: where incremental counting goes wrong."""
+    alphabet = rng.choice(["a", "ab", "abc", "abcdefgh", "\xe9\xe8a"])
+    counts = rng.choice([[1], [1, 2], [1, 5, 100], [2**40]])
+    lengths = rng.choice([4, 9, 40])
+    words = ["".join(rng.choices(alphabet, k=rng.randrange(1, lengths))) for _ in range(rng.randrange(1, 60))]
+    return {word.encode(): rng.choice(counts) for word in words}
+
+
+def make_tokenizer(merges, pattern=PATTERNS["gpt4"]):
+    ranks = [bytes([byte]) for byte in BYTE_ORDER]
+    for left, right in merges:
+        ranks.append(ranks[left] + ranks[right])
+    return Tokenizer(ranks, pattern, {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}, merges)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = {piece.encode(): n for piece, n in count_pieces(TOPICS, PATTERNS["gpt4"]).items()}
+    return make_tokenizer(train(words, 1500, 2))
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """run(--key=value, ...) -> (report.json, what was printed), of train_tokenizer.py in this process."""
+    def call(*words):
+        folder = tmp_path / "data"
+        if not any(word.startswith("--data_dir") for word in words):
+            words += (f"--data_dir={folder}",)
+        train_tokenizer.main(configure(vars(train_tokenizer), [*words, "--workers=1"]))
+        return json.loads((folder / "tokenizer" / "report.json").read_text()), capsys.readouterr().out
+    call.folder = tmp_path / "data" / "tokenizer"
+    return call
+
+
+def text_file(tmp_path, text, name="text.txt"):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8", newline="")
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+
+@pytest.mark.parametrize("few", [0, 3, 64])     # all merges by numpy, both ways mixed, nearly all by plain Python
+def test_fast_trainer_equals_the_plain_one(few, monkeypatch):
+    monkeypatch.setattr(train_tokenizer, "FEW", few)
+    rng = random.Random(few)
+    for _ in range(300):
+        words, n_merges, least = fuzz_words(rng), rng.choice([1, 5, 60]), rng.choice([1, 1, 2, 6])
+        assert train(words, n_merges, least) == train_slowly(words, n_merges, least), words
+
+
+def test_worked_example():
+    # "aaabdaaabac" from the Wikipedia page on BPE: aa and ab both occur 4 times; ties go to the smaller (left, right).
+    byte_id = {byte: id for id, byte in enumerate(BYTE_ORDER)}
+    a, b, d = (byte_id[ord(char)] for char in "abd")
+    assert train({b"aaabdaaabac": 1}, 3) == [(a, a), (a, b), (256, 257)]
+    tokenizer = make_tokenizer(train({b"aaabdaaabac": 1}, 3))
+    assert tokenizer.encode("aaabdaaabac") == [258, d, 258, a, byte_id[ord("c")]]
+
+
+def test_counts_beyond_32_bits():
+    words = {b"ab": 2**31, b"ab ": 2**31, b"cd": 2**32 - 1, b"ef": 2**62}
+    assert train(words, 3) == train_slowly(words, 3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_same_vocabulary_as_hugging_face(seed):
+    tokenizers = pytest.importorskip("tokenizers")
+    from tokenizers import Regex, models, pre_tokenizers, trainers
+    texts = [TOPICS[::3], fuzz_texts(400, seed=1), ["aaaa aaa aa", "abab ababab", "", "\n\n"]][seed]
+    theirs = tokenizers.Tokenizer(models.BPE())
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERNS["gpt4"]), "isolated"),
+                                                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    theirs.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=1500, min_frequency=1, special_tokens=[], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    ours = make_tokenizer(train({p.encode(): n for p, n in count_pieces(texts, PATTERNS["gpt4"]).items()}, 1500 - 256))
+    vocab = sorted(theirs.get_vocab().items(), key=lambda item: item[1])
+    assert [token for token, _ in vocab] == [bytes_to_chars(token) for token in ours.ranks]
+
+
+def test_smaller_vocabularies_are_beginnings_of_larger_ones():
+    words = {p.encode(): n for p, n in count_pieces(TOPICS[:20], PATTERNS["gpt4"]).items()}
+    assert train(words, 700)[:200] == train(words, 200)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns_leave_no_hole_and_ascii_is_cut_alike(name):
+    pattern = PATTERNS[name]
+    every_ascii = "".join(chr(i) + "a1 " + chr(i) * 2 for i in range(128))
+    for text in [*SPECIMENS, *fuzz_texts(500, seed=2), *TOPICS, every_ascii]:
+        pieces = regex.findall(pattern, text)
+        assert "".join(pieces) == text
+        assert sum(count_pieces([text], pattern).values()) == len(pieces)
+        if text.isascii():     # took the way through Python's `re`
+            assert sorted(count_pieces([text], pattern).elements()) == sorted(pieces)
+
+
+def test_order_of_documents_and_number_of_workers_do_not_matter(monkeypatch):
+    monkeypatch.setattr(train_tokenizer, "BATCH_CHARS", 50_000)     # several batches for each worker
+    shuffled = random.Random(0).sample(TOPICS, len(TOPICS))
+    one, n, size = count_in_parallel(TOPICS, PATTERNS["gpt4"], 1)
+    assert (n, size) == (len(TOPICS), sum(map(len, TOPICS)))
+    results = [one] + [count_in_parallel(shuffled, PATTERNS["gpt4"], workers)[0] for workers in (1, 2, 3)]
+    merges = [train({p.encode(): n for p, n in counts.items()}, 300) for counts in results]
+    assert results == [one] * 4 and merges == [merges[0]] * 4
+
+
+# ------------------------------------------------------------------------------------------------------ encoding
+
+@pytest.fixture(scope="module")
+def hugging_face(tokenizer, tmp_path_factory):
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("hf")
+    tokenizer.save(folder)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    return theirs
+
+
+def as_text(theirs, text):
+    """transformers' ids, with "<|end|>" in a text kept as text (it takes it for the special token unless told so)."""
+    return theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+
+def test_transformers_gives_the_same_ids_on_a_whole_text(tokenizer, hugging_face):
+    text = "\n\n".join(TOPICS)
+    assert as_text(hugging_face, text) == tokenizer.encode(text) == tokenizer.encode_by_hand(text)
+
+
+def test_transformers_gives_the_same_ids_on_fuzzed_strings(tokenizer, hugging_face):
+    for text in [*SPECIMENS, *fuzz_texts(1500, seed=3)]:
+        ids = tokenizer.encode(text)
+        assert as_text(hugging_face, text) == ids, text
+        assert tokenizer.encode_by_hand(text) == ids, text
+        assert hugging_face.decode(ids) == text == tokenizer.decode(ids)
+    assert tokenizer.encode_batch(SPECIMENS) == [tokenizer.encode(text) for text in SPECIMENS]
+
+
+def test_transformers_knows_the_special_tokens(tokenizer, hugging_face):
+    assert (hugging_face.bos_token_id, hugging_face.eos_token_id, hugging_face.pad_token_id) == \
+        (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+    ids = [tokenizer.special(name) for name in SPECIAL_TOKENS]
+    assert hugging_face.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == ids
+    assert len(hugging_face) == tokenizer.vocab_size
+    assert hugging_face("hi").input_ids == tokenizer.encode("hi")     # adds no BOS by itself either
+
+
+@pytest.mark.slow
+def test_many_fuzzed_strings(tokenizer, hugging_face):
+    for text in fuzz_texts(20_000, seed=4):
+        assert as_text(hugging_face, text) == tokenizer.encode(text) == tokenizer.encode_by_hand(text), text
+
+
+def test_demo_data_when_it_is_there(root):
+    folder = root / "data" / "demo"
+    if not (folder / "tokenizer" / "tokenizer.json").is_file():
+        pytest.skip("the demo has not run")
+    from engine.shards import read_documents
+    transformers = pytest.importorskip("transformers")
+    ours = Tokenizer.load(folder / "tokenizer")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+    for document in read_documents(folder, "val"):
+        assert as_text(theirs, document["text"]) == ours.encode(document["text"])
+
+
+def test_text_never_becomes_a_special_token(tokenizer):
+    first = tokenizer.vocab_size - len(SPECIAL_TOKENS)
+    text = "".join(SPECIAL_TOKENS) + " <|eos|><|end|>\n<|end|>"
+    for ids in (tokenizer.encode(text), tokenizer.encode_batch([text])[0], tokenizer.encode_by_hand(text)):
+        assert max(ids) < first and tokenizer.decode(ids) == text
+    assert [tokenizer.special(name) for name in SPECIAL_TOKENS] == list(range(first, first + 7))
+    assert tokenizer.pad_id != tokenizer.eos_id
+
+
+@pytest.mark.parametrize("unit", [" ", "\n", "a", "\U0001f44d", " \n"])
+def test_pathological_text_is_safe_and_fast(tokenizer, unit):
+    # A million spaces make tiktoken panic with a BaseException; other engines went quadratic on one letter.
+    for text in (unit * 1_000_000, unit * 1_000_000 + "x"):
+        start = time.perf_counter()
+        ids = tokenizer.encode(text)
+        assert time.perf_counter() - start < 5 and tokenizer.decode(ids) == text
+
+
+def test_the_way_around_long_whitespace_gives_the_same_ids(tokenizer, monkeypatch):
+    texts = ["a" + " " * n + tail for n in range(1, 40) for tail in ("", "x", "\n", "\n x", "5", "\u00e9")]
+    texts += SPECIMENS + fuzz_texts(300, seed=5)
+    expected = [tokenizer.encode(text) for text in texts]
+    monkeypatch.setattr("engine.tokenizer.LONG_WHITESPACE", 1)
+    assert [tokenizer.encode(text) for text in texts] == expected
+
+
+def test_lone_surrogates_become_the_replacement_character(tokenizer, monkeypatch):
+    for text, meant in (("a\ud83db", "a\ufffdb"), ("\udc00", "\ufffd"), ("\ud83d\ude00", "\U0001f600")):
+        assert tokenizer.decode(tokenizer.encode(text)) == meant
+        assert tokenizer.encode(text) == tokenizer.encode_by_hand(text) == tokenizer.encode(meant)
+        assert tokenizer.encode("\ud83d" + " " * 150_000) == tokenizer.encode("\ufffd" + " " * 150_000)
+    assert count_pieces(["a\ud83db"], PATTERNS["gpt4"]) == count_pieces(["a\ufffdb"], PATTERNS["gpt4"])
+
+
+def test_decoding_bytes_and_specials(tokenizer):
+    e_acute = tokenizer.encode("\u00e9\u4e00")
+    assert tokenizer.decode_bytes(e_acute) == "\u00e9\u4e00".encode()
+    byte_id = {byte: id for id, byte in enumerate(BYTE_ORDER)}
+    assert tokenizer.decode([byte_id[0xC3]]) == "\ufffd" and tokenizer.decode_bytes([byte_id[0xC3]]) == b"\xc3"
+    every_byte = bytes(range(256))
+    assert tokenizer.decode_bytes([byte_id[byte] for byte in every_byte]) == every_byte
+    ids = [tokenizer.bos_id, *tokenizer.encode("hi"), tokenizer.special("<|end|>")]
+    assert tokenizer.decode(ids) == "hi" and tokenizer.decode(ids, skip_special=False) == "<|bos|>hi<|end|>"
+    assert sum(len(tokenizer.token_bytes[id]) for id in ids) == 2
+    for wrong in (-1, tokenizer.vocab_size):
+        with pytest.raises(ValueError, match=str(wrong)):
+            tokenizer.decode([0, wrong])
+
+
+def test_stream_never_shows_half_a_character(tokenizer):
+    for text in [*SPECIMENS, *fuzz_texts(300, seed=6)]:
+        stream = tokenizer.stream()
+        shown = [stream.add(id) for id in tokenizer.encode(text)]
+        assert "".join(shown) + stream.end() == text
+        assert text.count("\ufffd") == "".join(shown).count("\ufffd")
+    stream = tokenizer.stream()
+    ids = tokenizer.encode("\U0001f44d")[:-1]
+    assert "".join(stream.add(id) for id in ids) == "" and "\ufffd" in stream.end()
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+def test_saved_and_loaded_again(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "one")
+    again = Tokenizer.load(tmp_path / "one")
+    assert again.hash == tokenizer.hash and again.merges == tokenizer.merges
+    again.save(tmp_path / "two")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    assert Tokenizer.load(tmp_path / "one" / "tokenizer.json").vocab_size == tokenizer.vocab_size
+
+
+def test_hash_changes_with_every_part(tokenizer):
+    ranks, specials = tokenizer.ranks, tokenizer.specials
+    swapped = ranks[:300] + [ranks[301], ranks[300]] + ranks[302:]
+    renamed = {name.replace("pad", "pod"): id for name, id in specials.items()}
+    hashes = [Tokenizer(*parts).hash for parts in (
+        (ranks, tokenizer.pattern, specials), (swapped, tokenizer.pattern, specials),
+        (ranks, PATTERNS["gpt2"], specials), (ranks, tokenizer.pattern, renamed))]
+    assert hashes[0] == tokenizer.hash and len(set(hashes)) == 4
+
+
+def test_tiktoken_reads_our_ranks(tokenizer, tmp_path):
+    tiktoken = pytest.importorskip("tiktoken")
+    from tiktoken.load import load_tiktoken_bpe
+    tokenizer.save_ranks(tmp_path / "t.tiktoken")
+    ranks = load_tiktoken_bpe(str(tmp_path / "t.tiktoken"))
+    theirs = tiktoken.Encoding("t", pat_str=tokenizer.pattern, mergeable_ranks=ranks, special_tokens={})
+    assert theirs.encode(TOPICS[0]) == tokenizer.encode(TOPICS[0])
+
+
+@pytest.mark.parametrize("change, reason", [
+    (lambda d: d.update(normalizer={"type": "NFC"}), "NFC"),
+    (lambda d: d["model"].update(type="Unigram"), "Unigram"),
+    (lambda d: d["model"].update(byte_fallback=True), "byte_fallback"),
+    (lambda d: d["pre_tokenizer"].update(type="Metaspace", pretokenizers=[]), "pre_tokenizer"),
+    (lambda d: d["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True), "prefix space"),
+    (lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\p{N}{1,3}+|\s+|\S"), "possessive"),
+    (lambda d: d["model"]["merges"].reverse(), "order"),
+    (lambda d: d["model"]["merges"].pop(), "the merges make"),
+    (lambda d: d["model"]["vocab"].pop("!"), "without a gap"),
+    (lambda d: d["added_tokens"].append({"id": 9999, "content": "zz", "special": False}), "ordinary text"),
+    (lambda d: d["added_tokens"][0].update(id=5), "which another token has"),
+    (lambda d: d["added_tokens"][0].update(content="the"), "ordinary token too"),
+    (lambda d: d.pop("model"), "not a whole tokenizer.json"),
+])
+def test_what_cannot_be_reproduced_is_refused_with_the_reason(change, reason, tokenizer, tmp_path, capsys):
+    tokenizer.save(tmp_path)
+    data = json.loads((tmp_path / "tokenizer.json").read_text())
+    change(data)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(SystemExit) as stop:
+        Tokenizer.load(tmp_path)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and reason in said and "tokenizer.json" in said
+
+
+def test_missing_and_damaged_files(tmp_path, capsys):
+    (tmp_path / "tokenizer.json").write_text('{"model": ')
+    (tmp_path / "cl100k.tiktoken").write_text("IQ== 0\nIg== zero\n???? 2\nIw== 0\nIw== 7\n")
+    (tmp_path / "unknown.tiktoken").write_text("IQ== 0\n")
+    for path, reason in (
+        (tmp_path / "none", "does not exist"), (tmp_path, "whole"), (tmp_path / "cl100k.tiktoken", "line 2"),
+        (tmp_path / "unknown.tiktoken", "how text is cut"), (tmp_path / "gpt2.bpe", "does not exist"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            Tokenizer.load(path)
+        said = capsys.readouterr().err
+        assert stop.value.code == 2 and reason in said
+        if path.name == "cl100k.tiktoken":
+            assert "line 3" in said and "line 4" in said and "without a gap" in said
+
+
+def test_known_vocabularies(shared_data):
+    """Ids that tiktoken's own tests fix (tests/test_encoding.py there), and a way through our files and back."""
+    cl100k = Tokenizer.load(shared_data / "vocabs" / "cl100k_base.tiktoken")
+    for text, ids in (
+        ("rer", [38149]), ("'rer", [2351, 81]), ("today\n ", [31213, 198, 220]), ("today\n \n", [31213, 27907]),
+        ("today\n  \n", [31213, 14211]), (" \x850", [220, 126, 227, 15]), ("it'\u017f", [275, 6, 129, 123]),
+        ("<|endoftext|>", [27, 91, 8862, 728, 428, 91, 29]),
+    ):
+        assert cl100k.encode(text) == cl100k.encode_by_hand(text) == ids
+    gpt2 = Tokenizer.load(shared_data / "vocabs" / "gpt2_vocab.bpe")
+    official = json.loads((shared_data / "vocabs" / "gpt2_encoder.json").read_text())
+    assert [bytes_to_chars(token) for token in gpt2.ranks] == [token for token in official if token != "<|endoftext|>"]
+    assert gpt2.encode("0" * 17) == [8269, 10535, 830] and gpt2.encode("hello world") == [31373, 995]
+
+
+def test_foreign_ranks_survive_the_way_through_tokenizer_json(shared_data, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    cl100k = Tokenizer.load(shared_data / "vocabs" / "cl100k_base.tiktoken")
+    cl100k.save(tmp_path)
+    again = Tokenizer.load(tmp_path)
+    assert again.hash == cl100k.hash and again.merges is None
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in SPECIMENS + fuzz_texts(200, seed=7) + TOPICS[:5]:
+        assert as_text(theirs, text) == again.encode(text)
+
+
+# ----------------------------------------------------------------------------------------------------------- script
+
+def test_script_trains_reports_and_knows_that_it_is_done(run, tmp_path):
+    train_text = text_file(tmp_path, "\n".join(TOPICS[:40]))
+    held_out = text_file(tmp_path, "\n".join(TOPICS[40:50]), "held_out.txt")
+    words = f"--text={train_text}", f"--held_out={held_out}", "--vocab_size=600"
+    report, printed = run(*words)
+    assert report["vocab_size"] == 600 and report["format_version"] == 1 and "bytes/token" in printed
+    row, = report["held_out"]
+    assert row["lossless"] and row["bytes"] == held_out.stat().st_size and 1.5 < row["bytes_per_token"] < 5
+    tokenizer = Tokenizer.load(run.folder)
+    assert tokenizer.hash == report["hash"] and row["tokens"] == len(tokenizer.encode(held_out.read_text()))
+    assert "already done" in run(*words)[1]
+
+    before = {file.name: file.read_bytes() for file in run.folder.iterdir() if file.name != ".lock"}
+    assert set(before) == {"tokenizer.json", "tokenizer_config.json", "tokenizer.tiktoken", "report.json"}
+    (run.folder / "tokenizer.json").write_text("{}")                # damaged: done again, the same bytes
+    assert "already done" not in run(*words)[1]
+    assert before == {file.name: file.read_bytes() for file in run.folder.iterdir() if file.name != ".lock"}
+
+    assert run(*words[:2], "--vocab_size=500")[0]["vocab_size"] == 500       # another key: done again
+    train_text.write_text("\n".join(TOPICS[:39]))                            # another text: done again
+    assert run(*words[:2], "--vocab_size=500")[0]["hash"] != report["hash"]
+
+
+def test_killed_and_started_again_gives_the_same_bytes(tmp_path, root):
+    train_text = text_file(tmp_path, "\n".join(TOPICS))
+    command = [sys.executable, "train_tokenizer.py", f"--text={train_text}", "--vocab_size=3000", "--workers=2"]
+
+    def result(folder):
+        return {file.name: file.read_bytes() for file in (folder / "tokenizer").iterdir() if file.name != ".lock"}
+    start = time.perf_counter()
+    subprocess.run([*command, f"--data_dir={tmp_path / 'whole'}"], cwd=root, check=True, capture_output=True)
+    duration = time.perf_counter() - start
+    for share in (0.5, 0.8, 0.95):
+        process = subprocess.Popen([*command, f"--data_dir={tmp_path / 'cut'}"], cwd=root, stdout=subprocess.DEVNULL,
+                                   start_new_session=True)
+        time.sleep(duration * share)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    subprocess.run([*command, f"--data_dir={tmp_path / 'cut'}"], cwd=root, check=True, capture_output=True)
+    assert result(tmp_path / "cut") == result(tmp_path / "whole")
+
+
+def test_text_that_gives_fewer_tokens_than_asked_for(run, tmp_path):
+    report, printed = run(f"--text={text_file(tmp_path, 'aaa')}", "--vocab_size=400", "--min_frequency=1")
+    assert report["vocab_size"] == 256 + 2 + 7 and report["vocab_size_asked"] == 400      # aa, aaa
+    assert "400 was asked for" in printed and "265 tokens" in printed
+    assert Tokenizer.load(run.folder).encode("aaa") == [257]
+
+
+@pytest.mark.parametrize("text", ["", "x"])
+def test_empty_text_is_refused_and_one_letter_is_not(run, tmp_path, text, capsys):
+    path = text_file(tmp_path, text)
+    if text:
+        assert run(f"--text={path}", "--vocab_size=400")[0]["vocab_size"] == 263
+        return
+    with pytest.raises(SystemExit) as stop:
+        run(f"--text={path}", "--vocab_size=400")
+    assert stop.value.code == 2 and "nothing to learn from" in capsys.readouterr().err
+
+
+def test_all_wrong_keys_are_named_at_once(run, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run("--vocab_size=263", "--pattern=gpt5", "--min_frequency=0", "--text=nowhere.txt")
+    said = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert all(key in said for key in ("vocab_size = 263", "'gpt5'", "min_frequency = 0", "nowhere.txt"))
+
+
+def test_show_has_all_of_the_text_and_nothing_a_terminal_obeys(tokenizer):
+    shown = train_tokenizer.coloured(tokenizer, "def f(x): \x1b]0;title\x07\U0001f44d\u00e9")
+    plain = regex.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert "\U0001f44d\u00e9" in plain and plain.startswith("def f(x): ")
+    assert "\x1b" not in plain and "\x07" not in plain
+
+
+def test_comparison_with_known_vocabularies(run, tmp_path, shared_data):
+    path = text_file(tmp_path, TOPICS[0])
+    files = [str(shared_data / "vocabs" / name) for name in ("gpt2_vocab.bpe", "cl100k_base.tiktoken")]
+    report, printed = run(f"--text={path}", f"--held_out={path}", "--vocab_size=300", f"--compare={','.join(files)}")
+    assert [row["vocab_size"] for row in report["held_out"]] == [300, 50257, 100257]
+    assert all(row["lossless"] for row in report["held_out"]) and "cl100k_base.tiktoken" in printed
+
+
+def test_rank_files_are_base64_and_rank(run, tmp_path):
+    run(f"--text={text_file(tmp_path, 'low low lower')}", "--vocab_size=270")
+    lines = (run.folder / "tokenizer.tiktoken").read_text().splitlines()
+    assert [base64.b64decode(line.split()[0]) for line in lines] == Tokenizer.load(run.folder).ranks
+
+
+def test_loading_is_fast(tmp_path):
+    # 31,737 merges that no text has: each new token is an old one with one more byte.
+    byte_tokens = [(i % 256, (i // 256) % 256) for i in range(31737)]
+    tokenizer = make_tokenizer(byte_tokens)
+    tokenizer.save(tmp_path)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        Tokenizer.load(tmp_path)
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.5
