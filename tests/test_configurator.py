@@ -1,5 +1,4 @@
-"""The config scheme on two scripts made here: what is accepted, what is refused and in which words, what is recorded."""
-import ast
+"""The config scheme on two scripts made here: what is accepted, what is refused in which words, what is recorded."""
 import json
 import os
 import subprocess
@@ -246,9 +245,9 @@ def test_refused_in_a_file(repo, capsys, text, words):
 
 
 def test_files_that_are_no_text_or_no_file(repo, capsys):
-    (repo / "latin.py").write_bytes(b"name = '\xff'\n")
-    (repo / "folder.py").mkdir()
-    lines = refused(capsys, "latin.py", "folder.py")
+    (repo / "config" / "folder.py").mkdir(parents=True)
+    (repo / "config" / "latin.py").write_bytes(b"name = '\xff'\n")
+    lines = refused(capsys, "config/latin.py", "config/folder.py")
     assert "latin.py" in lines[0] and "folder.py" in lines[1] and len(lines) == 2
 
 
@@ -274,14 +273,16 @@ def test_hash_is_over_what_changes_results(repo):
     assert call("--learning_rate=0.0004").hash != plain.hash
     assert call("--seed=2").hash != plain.hash
     assert call("--betas=[0.9,0.95]").hash == plain.hash
-    assert call(script="beta.py").hash != plain.hash
+    write("twin.py", ALPHA)
+    assert call(script="twin.py").hash != plain.hash     # another script with the same keys is another experiment
 
 
 def test_changed_keys(repo, monkeypatch):
     old = json.loads(json.dumps({"config": dict(call().items())}))
     assert changed_keys(old, call()) == []
     assert changed_keys(old, call("--data_dir=moved", "--compile=True")) == []
-    assert changed_keys(old, call("--seed=2", "--betas=(0.5,0.6)")) == [("seed", 1, 2), ("betas", [0.9, 0.95], [0.5, 0.6])]
+    changes = changed_keys(old, call("--seed=2", "--betas=(0.5,0.6)"))
+    assert changes == [("seed", 1, 2), ("betas", [0.9, 0.95], [0.5, 0.6])]
     del old["config"]["only_alpha"]     # a key that this script got after the old run: its default changes nothing
     assert changed_keys(old, call()) == []
     assert changed_keys(old, call("--only_alpha=1")) == [("only_alpha", 0, 1)]
@@ -315,8 +316,9 @@ def test_help(repo, capsys):
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert text.startswith("Manual.")
-    for word in ("--learning_rate=0.0003", "peak, after the warm-up", "--warmup_steps=None", "int or None", "--betas=(0.9, 0.95)"):
-        assert word in text
+    for key in call().items():
+        assert f"--{key[0]}={key[1]!r}" in text
+    assert "peak, after the warm-up" in text and "None: chosen by the length [int or None]" in text
 
 
 def test_ranks_say_it_once_a_node(repo, capsys, monkeypatch):
@@ -330,40 +332,41 @@ def test_ranks_say_it_once_a_node(repo, capsys, monkeypatch):
 
 def test_as_a_program(root, repo):
     def run(*words):
-        code = ALPHA.replace("import os\n", f"import os, sys\nsys.path.insert(0, {str(root)!r})\n"
-                                            "from configurator import configure\n")
-        write("alpha.py", code)
         return subprocess.run([sys.executable, "alpha.py", *words], capture_output=True, text=True)
+    start = f"import os, sys\nsys.path.insert(0, {str(root)!r})\nfrom configurator import configure\n"
+    write("alpha.py", ALPHA.replace("import os\n", start))
     good = run("--learning_rate=1", "--name=a=b")
     assert good.returncode == 0 and "RESULT 1.0 a=b" in good.stdout, good.stderr
     assert os.path.exists("saved/config.json")
     bad = run("--learning_rat=1")
     assert bad.returncode == 2 and "Traceback" not in bad.stderr and "'learning_rate'" in bad.stderr
-    assert "torch" not in subprocess.run([sys.executable, "-c", "import sys, configurator; print(*sys.modules)"], cwd=root,
-                                         capture_output=True, text=True).stdout.split()
 
 
-def scripts_and_configs():
-    schemas = configurator.read_schemas(configurator.ROOT / "train.py") if (configurator.ROOT / "train.py").exists() else {}
-    return [(script, path) for script in schemas for path in sorted((configurator.ROOT / "config").glob("*.py"))]
+def test_no_wait_for_torch(root):
+    code = "import sys, configurator, engine.files, engine.provenance; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
+    assert "configurator" in loaded.split() and "torch" not in loaded.split()
 
 
-@pytest.mark.parametrize("script, path", scripts_and_configs(), ids=lambda part: getattr(part, "name", part))
+OURS = configurator.read_schemas(configurator.ROOT / "configurator.py")
+STAGES = {"prepare_data", "train_tokenizer", "prepare_chat", "train", "sft", "reward", "rlhf", "sample", "evaluate"}
+
+
+@pytest.mark.parametrize("script", sorted(OURS))
+@pytest.mark.parametrize("path", sorted((configurator.ROOT / "config").glob("*.py")), ids=lambda path: path.name)
 def test_our_own_config_files_fit_our_own_scripts(script, path):
+    if not STAGES <= set(OURS):
+        pytest.skip("not all stages are there yet")
     configure({"__file__": str(configurator.ROOT / f"{script}.py")}, [str(path)])
 
 
 def test_our_own_keys_all_have_a_help_text():
-    if not (configurator.ROOT / "train.py").exists():
-        pytest.skip("no train.py yet")
-    schemas = configurator.read_schemas(configurator.ROOT / "train.py")
-    assert [f"{script}.{key.name}" for script, schema in schemas.items() for key in schema.values() if not key.comment] == []
+    silent = [f"{script}.{key.name}" for script, schema in OURS.items() for key in schema.values() if not key.comment]
+    assert silent == []
 
 
 def test_lists_name_real_keys():
     """A key in the two lists that no script has is a typo, or was renamed: then the hash would silently change."""
-    schemas = configurator.read_schemas(configurator.ROOT / "configurator.py")
-    if len(schemas) < 9:
+    if not STAGES <= set(OURS):
         pytest.skip("not all stages are there yet")
-    known = {name for schema in schemas.values() for name in schema}
-    assert set(MAY_CHANGE_ON_RESUME) - known == set()
+    assert set(MAY_CHANGE_ON_RESUME) - {name for schema in OURS.values() for name in schema} == set()
