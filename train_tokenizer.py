@@ -45,6 +45,7 @@ from tqdm import tqdm
 
 from configurator import configure, refuse
 from engine.files import lock_folder, printable, read_json, sha256_file, write_json
+from engine.shards import read_documents
 from engine.tokenizer import BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer, valid_unicode
 
 data_dir = "data/demo"
@@ -305,7 +306,6 @@ def documents(config, split):
             except OSError as error:
                 refuse(f"{file}: cannot be read ({error.strerror}); --text and --held_out take plain text files.")
     elif not config.text:
-        from engine.shards import read_documents
         for document in read_documents(config.data_dir, split):
             yield document["text"]
 
