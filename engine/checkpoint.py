@@ -8,6 +8,7 @@ Checkpoints that are whole or not there.
 How such a folder is published, verified and found again: engine/manifest.py.
 """
 import shutil
+import warnings
 from pathlib import Path
 
 import torch
@@ -20,6 +21,9 @@ from engine import hf
 from engine.files import read_json, write_json
 from engine.manifest import PREFIX, abandon, folder_of, newest, publish, steps_of
 from engine.parallel import bare, barrier, from_main
+
+# A world of one is no mistake here.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 

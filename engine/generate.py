@@ -86,8 +86,8 @@ def pick(logits, temperature, top_k, top_p, generator):
         probs = probs.masked_fill(probs < smallest, 0.0)
     if top_p < 1:
         ordered, order = probs.sort(descending=True)
-        # A token stays when those before it have not reached top_p yet, so the likeliest one always does.
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p * ordered.sum(-1, keepdim=True), 0.0)
+        # A token stays when those before it have not passed top_p yet, so the likeliest one always does.
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered > top_p * ordered.sum(-1, keepdim=True), 0.0)
         probs = torch.zeros_like(probs).scatter(-1, order, ordered)
     chosen = torch.multinomial(probs, 1, generator=generator)
     return chosen.squeeze(-1), logp.gather(-1, chosen).squeeze(-1)

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from config_values import llama2_7b
+from small import llama2_7b
 from engine.hf import mismatches
 from model import KVCache, Llama, ModelConfig, RMSNorm, attend, shapes
 

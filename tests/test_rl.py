@@ -76,7 +76,8 @@ def test_three_tokens_by_hand():
 
 
 def test_score_lands_on_the_last_response_token():
-    """Ended early, cut at the limit, and of length 1, in one batch; with V = 0 the end token's advantage is the score itself."""
+    """Ended early, cut at the limit, and of length 1, in one batch; with V = 0 the end token's advantage is the score
+    itself."""
     mask = prefix_mask([3, 5, 1], 5)
     rewards = rl.place_score(torch.zeros(3, 5), torch.tensor([1.0, 2.0, 3.0]), mask)
     assert rewards.nonzero().tolist() == [[0, 2], [1, 4], [2, 0]]

@@ -1,0 +1,202 @@
+"""Checkpoints: exact, whole or not there, and every kind of damage found."""
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from engine import checkpoint
+from engine.files import read_json
+from engine.manifest import newest, verify
+from engine.optim import adamw
+from small import ALONE, ROOT, byte_tokenizer, small_llama
+
+
+def step(model, optimizer, seed):
+    torch.manual_seed(seed)
+    ids = torch.randint(0, 256, (2, 16))
+    model(ids).logsumexp(-1).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(steps=3):
+    model = small_llama(1)
+    optimizer = adamw(model, 1e-3, 0.1)
+    for i in range(steps):
+        step(model, optimizer, i)
+    return model, optimizer
+
+
+def bits(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def save(run, at, model, optimizer, **state):
+    return checkpoint.save_full(run, at, {"model": model}, {"model": optimizer}, state, ALONE)
+
+
+def test_everything_comes_back_and_the_next_step_is_the_same(tmp_path):
+    model, optimizer = trained()
+    torch.manual_seed(99)
+    folder = save(tmp_path, 3, model, optimizer, tokens=123)
+    drawn = torch.rand(5)
+    other = small_llama(2)
+    fresh = adamw(other, 1e-3, 0.1)
+    state = checkpoint.load_full(folder, {"model": other}, {"model": fresh}, ALONE)
+    assert state["tokens"] == 123 and state["step"] == 3 and torch.equal(torch.rand(5), drawn)
+    assert torch.equal(bits(other), bits(model))
+    step(model, optimizer, 7), step(other, fresh, 7)
+    assert torch.equal(bits(other), bits(model))
+
+
+def test_loading_makes_no_optimizer_step():
+    """A helper of torch's makes the moments by stepping, which leaves the step count at 1 and the first real step wrong."""
+    model = small_llama(1)
+    touched, plain = adamw(model, 1e-3, 0.1), None
+    checkpoint._make_moments({"model": model}, {"model": touched})
+    twin = small_llama(1)
+    plain = adamw(twin, 1e-3, 0.1)
+    step(model, touched, 5), step(twin, plain, 5)
+    assert torch.equal(bits(model), bits(twin))
+
+
+def damage(kind, folder):
+    victim = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    if kind == "bit":
+        content = bytearray(victim.read_bytes())
+        content[len(content) // 2] ^= 16
+        victim.write_bytes(content)
+    elif kind == "truncated":
+        victim.write_bytes(victim.read_bytes()[:-1])
+    elif kind == "missing":
+        victim.unlink()
+    elif kind == "manifest":
+        (folder / "manifest.json").unlink()
+    elif kind == "half manifest":
+        (folder / "manifest.json").write_text((folder / "manifest.json").read_text()[:40])
+    elif kind == "unrenamed":
+        folder.rename(folder.with_name(folder.name + ".tmp"))
+
+
+@pytest.mark.parametrize("kind", ["bit", "truncated", "missing", "manifest", "half manifest", "unrenamed"])
+def test_damage_is_found_and_the_one_before_is_taken(tmp_path, kind, capsys):
+    model, optimizer = trained()
+    before = save(tmp_path, 10, model, optimizer)
+    last = save(tmp_path, 20, model, optimizer)
+    assert newest(tmp_path, "full") == last and verify(last) == []
+    damage(kind, last)
+    capsys.readouterr()
+    assert newest(tmp_path, "full") == before
+    assert kind == "unrenamed" or "full_00000020" in capsys.readouterr().out       # it says what it skipped
+    state = checkpoint.resume(tmp_path, {"model": model}, {"model": optimizer}, ALONE)
+    assert state["step"] == 10
+    assert kind != "unrenamed" or not list(tmp_path.glob("*.tmp"))                 # leftovers of the killed run are gone
+    again = save(tmp_path, 20, model, optimizer)                                   # the broken step can be written anew
+    assert verify(again) == [] and newest(tmp_path, "full") == again
+
+
+def test_a_resume_sets_aside_what_lies_ahead(tmp_path):
+    model, optimizer = trained()
+    for at in (10, 20):
+        checkpoint.save_light(tmp_path, at, model, byte_tokenizer(), ALONE)
+    save(tmp_path, 10, model, optimizer)
+    checkpoint.resume(tmp_path, {"model": model}, {"model": optimizer}, ALONE)
+    assert newest(tmp_path, "light").name == "step_00000010" and (tmp_path / "step_00000020.abandoned-1").is_dir()
+
+
+def test_prune_keeps_the_newest_whole_ones(tmp_path):
+    model, optimizer = trained(1)
+    for at in (1, 2, 3, 4):
+        save(tmp_path, at, model, optimizer)
+    (tmp_path / "full_00000004" / "manifest.json").unlink()
+    checkpoint.prune(tmp_path, "full", 2)
+    left = sorted(p.name for p in tmp_path.glob("full_*"))
+    assert left == ["full_00000002", "full_00000003", "full_00000004"]             # the broken one never counts as kept
+    checkpoint.prune(tmp_path, "full", 0)
+    assert len(list(tmp_path.glob("full_*"))) == 3
+
+
+def test_another_shape_is_refused(tmp_path, capsys):
+    model, optimizer = trained(1)
+    folder = save(tmp_path, 1, model, optimizer)
+    other = small_llama(1, n_inner=48)
+    with pytest.raises(SystemExit) as stop:
+        checkpoint.load_full(folder, {"model": other}, {"model": adamw(other, 1e-3, 0.1)}, ALONE)
+    assert stop.value.code == 2 and "does not fit this model" in capsys.readouterr().err
+
+
+def test_other_threads_are_told(tmp_path, capsys):
+    from dataclasses import replace
+    model, optimizer = trained(1)
+    folder = save(tmp_path, 1, model, optimizer)
+    checkpoint.load_full(folder, {"model": model}, {"model": optimizer}, replace(ALONE, threads=2))
+    assert "--threads=1 continues exactly" in capsys.readouterr().out
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MB; skips where this user may not mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if shutil.which("mount") is None or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_disk_full_loses_nothing(small_disk, capsys):
+    model, optimizer = trained(1)
+    first = save(small_disk, 1, model, optimizer)
+    with pytest.raises(SystemExit) as stop:
+        for at in range(2, 50):
+            save(small_disk, at, model, optimizer)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "could not be written" in said and "No space left" in said
+    assert verify(first) == [] and newest(small_disk, "full") is not None and not list(small_disk.glob("*.tmp"))
+    with pytest.raises(SystemExit):
+        for at in range(2, 50):
+            checkpoint.save_light(small_disk, at, model, byte_tokenizer(), ALONE)
+    assert "could not be written" in capsys.readouterr().err and not list(small_disk.glob("*.tmp"))
+
+
+KILLED = """
+import os, signal, sys, torch
+sys.path[:0] = [{root!r}, {tests!r}]
+from test_checkpoint import trained, save
+from engine import manifest
+count, target = 0, int(sys.argv[2])
+def die_at(event, args):
+    # An audit hook sees every open, rename and removal that Python does: the target-th one is the last.
+    global count
+    if event in ("open", "os.rename", "os.remove", "os.mkdir", "shutil.rmtree") and armed:
+        count += 1
+        if count == target:
+            os.kill(os.getpid(), signal.SIGKILL)
+armed = False
+model, optimizer = trained(1)
+save(sys.argv[1], 1, model, optimizer)
+sys.addaudithook(die_at)
+armed = True
+save(sys.argv[1], 2, model, optimizer)
+armed = False
+print("events", count)
+"""
+
+
+def test_kill_in_the_middle_of_a_save(tmp_path):
+    """kill -9 at points all through a save: what is found afterwards is whole, the old one or the new one."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.format(root=str(ROOT), tests=str(ROOT / "tests")))
+    run = lambda folder, at: subprocess.run([sys.executable, str(script), str(folder), str(at)], capture_output=True, text=True,
+                                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+    whole = run(tmp_path / "all", 0)
+    events = int(whole.stdout.split("events")[1])
+    assert events > 10, whole.stderr
+    for at in sorted({1, 3, events // 3, 2 * events // 3, events - 2, events}):
+        folder = tmp_path / f"killed{at}"
+        assert run(folder, at).returncode == -9
+        found = newest(folder, "full")
+        assert found is not None and verify(found) == [] and read_json(found / "state.json")["step"] in (1, 2)

@@ -1,0 +1,106 @@
+"""Model folders: ours to transformers and back, and everything that is refused."""
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import hf
+from engine.hf import load_model, load_weights, save_model
+from model import Llama, ScalarModel
+from small import byte_tokenizer, shape, small_llama
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_folder_goes_to_transformers_and_back(tmp_path, tie):
+    transformers = pytest.importorskip("transformers")
+    model = small_llama(5, tie_embeddings=tie, rope_theta=5e5, norm_eps=1e-6)
+    (tmp_path / "ours").mkdir()
+    save_model(tmp_path / "ours", model, byte_tokenizer())
+    assert ("lm_head.weight" in load_file(tmp_path / "ours" / "model.safetensors")) == (not tie)
+
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
+    ids = torch.randint(0, 263, (2, 90))        # long enough that a wrong q/k permutation or theta shows
+    with torch.no_grad():
+        assert (model(ids) - other(ids).logits).abs().max() < 1e-4
+        other.save_pretrained(tmp_path / "theirs")
+        byte_tokenizer().save(tmp_path / "theirs")
+        again, _ = load_model(tmp_path / "theirs")
+        assert torch.equal(again(ids), model(ids))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
+    assert tokenizer.encode("a name, ünïcode", add_special_tokens=False) == byte_tokenizer().encode("a name, ünïcode")
+
+
+def test_weights_come_back_bit_for_bit(tmp_path):
+    model = small_llama(1)
+    save_model(tmp_path, model, byte_tokenizer())
+    again, _ = load_model(tmp_path)
+    ours, theirs = dict(model.named_parameters()), dict(again.named_parameters())
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_large_models_are_written_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf, "SHARD_BYTES", 20_000)
+    model = small_llama(1)
+    save_model(tmp_path, model, byte_tokenizer())
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    again, _ = load_model(tmp_path)
+    ids = torch.randint(0, 263, (1, 20))
+    assert torch.equal(again(ids), model(ids))
+
+
+def test_a_reward_model_keeps_its_head_apart(tmp_path):
+    save_model(tmp_path, small_llama(1), byte_tokenizer())
+    scalar, _ = load_model(tmp_path, kind="scalar")             # from a language model: the head is new, the trunk loaded
+    assert torch.equal(scalar.model.embed_tokens.weight, small_llama(1).model.embed_tokens.weight)
+    (tmp_path / "rm").mkdir()
+    save_model(tmp_path / "rm", scalar, byte_tokenizer())
+    assert set(load_file(tmp_path / "rm" / "heads.safetensors")) >= {"score.weight"}
+    again, _ = load_model(tmp_path / "rm", kind="scalar")
+    ids = torch.randint(0, 263, (2, 9))
+    assert torch.equal(again(ids), scalar(ids)) and isinstance(again, ScalarModel)
+
+
+def refused(capsys, call):
+    with pytest.raises(SystemExit) as stop:
+        call()
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_another_shape_lists_every_tensor(tmp_path, capsys):
+    save_model(tmp_path, small_llama(1), byte_tokenizer())
+    said = refused(capsys, lambda: load_weights(Llama(shape(n_inner=48, n_layer=1)), tmp_path))
+    assert said.count("see n_inner") == 3 and said.count("is not part of a model of this shape") == 9
+
+
+def test_missing_tensors_are_named_and_nothing_is_left_random(tmp_path, capsys):
+    save_model(tmp_path, small_llama(1), byte_tokenizer())
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    said = refused(capsys, lambda: load_model(tmp_path))
+    assert "model.layers.1.mlp.up_proj.weight is missing" in said and "model.norm.weight is missing" in said
+
+
+def test_what_is_not_computed_here_is_refused_by_name(tmp_path, capsys):
+    save_model(tmp_path, small_llama(1), byte_tokenizer())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.update(attention_bias=True, hidden_act="gelu", rope_scaling={"rope_type": "llama3", "factor": 8.0}, model_type="qwen2")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = refused(capsys, lambda: load_model(tmp_path))
+    assert all(word in said for word in ("attention_bias", "'gelu'", "llama3", "'qwen2'"))
+
+
+def test_pickles_and_empty_folders_are_refused(tmp_path, capsys):
+    assert "no model there" in refused(capsys, lambda: load_model(tmp_path / "nothing"))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
+    assert "pickled" in refused(capsys, lambda: load_model(tmp_path))
+
+
+def test_a_cut_file_is_refused(tmp_path, capsys):
+    save_model(tmp_path, small_llama(1), byte_tokenizer())
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "can not be read" in refused(capsys, lambda: load_model(tmp_path))

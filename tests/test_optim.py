@@ -1,0 +1,72 @@
+"""Which parameters decay, the learning rate as a function of the step, clipping, and steps that are skipped."""
+import math
+
+import pytest
+import torch
+
+from engine.loss import token_losses
+from engine.optim import Guard, adamw, clip, lr_at, warmup_length
+from small import small_llama
+
+
+def test_only_matrices_decay():
+    model = small_llama(n_layer=2)
+    decayed, others = adamw(model, 1e-3, 0.1).param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert decayed["weight_decay"] == 0.1 and others["weight_decay"] == 0
+    assert {names[id(p)] for p in others["params"]} == {
+        "model.norm.weight", *[f"model.layers.{i}.{n}_layernorm.weight" for i in (0, 1) for n in ("input", "post_attention")]}
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= {names[id(p)] for p in decayed["params"]}
+    assert len(decayed["params"]) + len(others["params"]) == len(names)
+
+
+def test_learning_rate():
+    at = lambda step, **kw: lr_at(step, 100, 1.0, 10, **kw)
+    assert [at(s) for s in (0, 4, 9)] == [0.1, 0.5, 1.0]
+    assert at(10) == 1.0 and at(99) == pytest.approx(0.1) and at(99, schedule="linear") == pytest.approx(0.1)
+    assert at(99, schedule="constant") == 1.0 and at(99, final=0.0) == pytest.approx(0.0)
+    middle = 10 + (99 - 10) / 2
+    assert at(middle) == pytest.approx(0.55) and at(middle, schedule="linear") == pytest.approx(0.55)
+    assert all(at(s) > at(s + 1) for s in range(10, 99))
+
+
+def test_warm_up():
+    assert warmup_length(500_000) == 2000 and warmup_length(100_000) == 400
+    assert warmup_length(1000) == 100 and warmup_length(50) == 5       # 0.4 % would be 4 and 0
+    assert warmup_length(1000, asked=0) == 0 and lr_at(0, 10, 1.0, 0) == 1.0
+
+
+def test_clip_scales_to_the_norm_and_tells_what_is_not_finite():
+    a, b = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))
+    a.grad, b.grad = torch.full((3,), 3.0), torch.full((2,), 4.0)
+    norm = math.sqrt(27 + 32)
+    assert clip([a, b], 0).item() == pytest.approx(norm) and a.grad[0] == 3
+    assert clip([a, b], 1.0).item() == pytest.approx(norm)
+    assert math.sqrt(a.grad.square().sum() + b.grad.square().sum()) == pytest.approx(1.0, abs=1e-4)
+    b.grad[1] = float("nan")
+    assert math.isnan(clip([a, b], 1.0).item())
+
+
+def test_guard_counts_in_a_row():
+    guard = Guard(3)
+    verdicts = [guard.good(*pair) for pair in ((1.0, 1.0), (math.nan, 1.0), (1.0, math.inf), (1.0, 1.0), (math.inf, 1.0))]
+    assert verdicts == [True, False, False, True, False] and guard.in_a_row == 1 and not guard.hopeless
+    guard.good(1.0, math.nan), guard.good(math.nan, math.nan)
+    assert guard.hopeless
+
+
+def test_a_sum_over_the_step_has_one_gradient_for_any_split():
+    """Mean of means weighs the tokens of short rows more: shown beside the right way."""
+    model, ids = small_llama(1), torch.randint(0, 256, (8, 24))
+    weights = (torch.arange(23)[None] < torch.tensor([23, 3, 5, 1, 20, 2, 9, 4])[:, None]).float()
+    def gradient(size, mean_of_means=False):
+        model.zero_grad()
+        for i in range(0, 8, size):
+            w = weights[i:i + size]
+            losses = token_losses(model(ids[i:i + size, :-1]), ids[i:i + size, 1:]) * w
+            (losses.sum() / w.sum() / (8 / size) if mean_of_means else losses.sum() / weights.sum()).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+    whole = gradient(8)
+    for size in (1, 2, 4):
+        assert (gradient(size) - whole).abs().max() < 1e-6
+    assert (gradient(2, mean_of_means=True) - whole).abs().max() > 1e-4
