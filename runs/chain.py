@@ -1,0 +1,99 @@
+"""
+Runs the stages one after the other and records what each took; runs/demo.sh calls this.
+
+    python runs/chain.py [config/demo.py] [more config files] [--key=value for keys that all stages have]
+
+Every stage decides by itself whether it is done, to be continued, or to be begun, so this list knows nothing of that.
+Appends to out_dir/timing.jsonl one line per call that did something: stage, wall and CPU seconds, exit status. The time
+of a stage is the sum of its calls up to the one that finished (runs/report.py adds them up); a call that found its stage
+done is not recorded.
+"""
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from configurator import configure
+from engine.files import FORMAT_VERSION
+
+STAGES = [
+    ("documents", "prepare_data.py", "web archives to clean documents"),
+    ("tokenizer", "train_tokenizer.py", "a vocabulary made from them"),
+    ("tokens", "prepare_data.py", "the documents as token ids"),
+    ("chat data", "prepare_chat.py", "questions, answers and preferences about them"),
+    ("pretrain", "train.py", "a Llama that continues text"),
+    ("sft", "sft.py", "the same, answering questions"),
+    ("reward", "reward.py", "a model of which answer is preferred"),
+    ("ppo", "rlhf.py", "answers that are preferred more"),
+    ("evaluate", "evaluate.py", "every model, measured"),
+    ("report", "runs/report.py", "the table"),
+]
+
+
+def newest_change(folders):
+    """When anything was last written in the folders, but for what a stage writes before it knows that it is done."""
+    times = [0.0]
+    for folder in folders:
+        for path in Path(folder).rglob("*"):
+            try:
+                if path.name not in (".lock", "config.json", "timing.jsonl"):
+                    times.append(path.stat().st_mtime)
+            except FileNotFoundError:
+                pass     # a temporary file of a stage that is still being removed
+    return max(times)
+
+
+def run(command):
+    """Runs one stage. Returns its exit status, wall seconds and CPU seconds (its workers' included)."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
+    child = subprocess.Popen(command)
+    # Ctrl-C reaches the stage by itself, since it has our terminal; a kill reaches only us, so it is passed on. Either
+    # way we stay until the stage has ended, to record what it took.
+    old = {signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
+           signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: child.terminate())}
+    status = child.wait()
+    for number, handler in old.items():
+        signal.signal(number, handler)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return status, time.time() - start, cpu
+
+
+def main(arguments):
+    if not any(word.endswith(".py") for word in arguments):
+        arguments = ["config/demo.py", *arguments]
+    import_free = {"__file__": str(ROOT / "train.py"), "__doc__": __doc__}     # its keys, without importing torch here
+    config = configure(import_free, arguments)
+    out = Path(config.out_dir)
+    timing = out / "timing.jsonl"
+    out.mkdir(parents=True, exist_ok=True)
+    begin = time.time()
+    for number, (stage, script, sentence) in enumerate(STAGES, 1):
+        print(f"\n=== {number}/{len(STAGES)}  {script}: {sentence}", flush=True)
+        timing.touch()     # the file system's own clock, which may lag behind time.time()
+        start = timing.stat().st_mtime
+        status, wall, cpu = run([sys.executable, str(ROOT / script), *arguments])
+        if stage != "report" and newest_change([config.data_dir, out]) > start:
+            line = {"format_version": FORMAT_VERSION, "stage": stage, "wall_seconds": round(wall, 2),
+                    "cpu_seconds": round(cpu, 2), "exit": status}
+            with open(timing, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        if status:
+            again = " ".join(["bash runs/demo.sh", *sys.argv[1:]])
+            reason = "was interrupted" if status < 0 or status in (130, 143) else f"ended with exit status {status}"
+            print(f"\n{script} {reason}. What is done stays done; to continue:  {again}", file=sys.stderr)
+            raise SystemExit(128 - status if status < 0 else status)
+    print(f"\n{time.time() - begin:.0f} seconds in this call. Talk to the model:\n\n"
+          f"  .venv/bin/python sample.py {' '.join(arguments)}\n")
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)     # config files and folders are named from here
+    main(sys.argv[1:])

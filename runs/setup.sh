@@ -1,0 +1,70 @@
+# Sourced by the other scripts here: goes to the repository's root, finds Python, makes .venv, installs what is missing.
+# bash 3.2 is enough (macOS), and nothing here is peculiar to GNU.
+#
+#   WHEELS=DIR   install from the wheel files in DIR, without a network. To fill DIR on a machine that has one:
+#                python3 -m pip download -d DIR -r requirements-test.txt -r requirements-viewers.txt
+#   PYTHON=...   the interpreter to make .venv with
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=$PWD/.venv
+
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+
+find_python() {
+    for candidate in "${PYTHON:-python3}" python3 python3.13 python3.12 python3.11 python3.14 python; do
+        if is_new_enough "$candidate"; then echo "$candidate"; return; fi
+    done
+    echo "No Python >= 3.11 was found (tried python3, python3.11 to python3.14, python)." >&2
+    echo "Install one, or name it:  PYTHON=/path/to/python3 bash $0" >&2
+    exit 2
+}
+
+make_venv() {
+    if is_new_enough "$venv/bin/python"; then return; fi     # also notices when the Python behind it was removed
+    python=$(find_python)
+    echo "--- making .venv with $("$python" --version)"
+    rm -rf "$venv"
+    if ! "$python" -m venv "$venv"; then
+        rm -rf "$venv"
+        echo "$python cannot make a virtual environment. On Debian and Ubuntu: apt install python3-venv" >&2
+        exit 2
+    fi
+}
+
+# The stamp of a requirements file: its content and that of the files it includes, and the Python that it is for.
+stamp_of() {
+    cat requirements*.txt | "$venv/bin/python" -c '
+import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read() + sys.version.encode()).hexdigest())'
+}
+
+pip_install_needed() {
+    if [ -n "${WHEELS:-}" ]; then
+        "$venv/bin/python" -m pip install --disable-pip-version-check --no-index --find-links "$WHEELS" "$@"
+    else
+        "$venv/bin/python" -m pip install --disable-pip-version-check "$@"
+    fi
+}
+
+# install_needed FILE     what must be there: when it cannot be had, everything ends here
+# install_optional FILE what may be missing
+# Each is done once, and again when a requirements file changes. A stamp is set only behind a finished installation.
+install_needed() {
+    if [ "$(cat "$venv/installed-$1" 2>/dev/null)" = "$(stamp_of)" ]; then return; fi
+    echo "--- installing $1 into .venv (once)"
+    if ! pip_install -r "$1"; then
+        echo "The installation did not finish. Mend what pip says above, then give the same command again." >&2
+        exit 2
+    fi
+    stamp_of > "$venv/installed-$1"
+}
+
+install_optional() {
+    if [ "$(cat "$venv/installed-$1" 2>/dev/null)" = "$(stamp_of)" ]; then return; fi
+    echo "--- installing $1 into .venv (optional)"
+    if ! pip_install -q -r "$1"; then
+        echo "note: not all of $1 could be installed; everything runs without. To try again: rm .venv/installed-$1"
+    fi
+    stamp_of > "$venv/installed-$1"
+}
+
+make_venv
