@@ -166,7 +166,7 @@ def test_ranking_loss():
                                -torch.log(torch.sigmoid(chosen - rejected)))
     torch.testing.assert_close(rl.ranking_loss(chosen, rejected, margin=torch.ones(4)),
                                rl.ranking_loss(chosen - 1, rejected))
-    assert (rl.ranking_loss(chosen, rejected) < rl.ranking_loss(rejected, chosen)).tolist() == (chosen > rejected).tolist()
+    assert torch.equal(rl.ranking_loss(chosen, rejected) < rl.ranking_loss(rejected, chosen), chosen > rejected)
     torch.testing.assert_close(rl.ranking_loss(chosen, rejected, centring=0.1) - rl.ranking_loss(chosen, rejected),
                                0.1 * (chosen + rejected) ** 2)
 

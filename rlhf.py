@@ -1,0 +1,570 @@
+"""
+Stage 5b: PPO. The model answers, the reward model scores, and what scored better than expected becomes likelier.
+
+    python rlhf.py config/demo.py                               after sft.py and reward.py
+    torchrun --nproc_per_node=2 rlhf.py config/demo.py          the same number of answers, shared by two processes
+
+Four networks: the policy that is trained; the reference, a frozen copy of where it started; the reward model; and the
+value network ("critic"), which learns to foresee the score. Each update is the following, and main() below has it in
+the same order:
+
+    1. roll out       answers to some prompts, sampled from the policy
+    2. judge          a score for each answer; log-probabilities of each token under policy and reference; values
+    3. reward         -kl_coef * log(policy / reference) at every token, and the score at the last one
+    4. advantages     GAE: how much better than foreseen it went on from each token; then whitened
+    5. self-check     in the first update only, see below
+    6. improve        a few epochs over these answers with PPO's clipped losses
+    7. log, save
+
+PPO with a bug still learns: four different ones, planted in a small task, ended at 88 to 99 % of the full reward. So a
+rising reward is no proof. What is proof are identities that hold in the first update and in no run with those bugs:
+the ratio of new and old probabilities is 1, the divergence from the reference is 0, the mean of -log p over sampled
+tokens is the mean entropy, and padding changes nothing. They are checked before the first step is taken, and if one of
+them does not hold the run ends there and says what is probably wrong.
+
+Reads   out_dir/sft, out_dir/reward, data_dir/chat/prompts_{train,val}.jsonl: {"messages": [...]} a line, user last
+Writes  out_dir/ppo/step_N/         the policy, a Hugging Face folder
+        out_dir/ppo/log.jsonl       per update: score, gold, kl, stop_rate, length, entropy, clipfrac, approx_kl, ...
+        out_dir/ppo/result.json     the same before and after, on prompts that it was not trained on, and the bounds
+
+`gold` is the score of the rule that the preferences came from. Only the demonstration has one. It is never trained on:
+it is there to see whether the policy got better or only found what the reward model falls for.
+
+An interrupted run is continued by the same command, to the same end; a finished one says that it is done.
+
+Sources: Schulman et al. 2017 (arXiv 1707.06347); Stiennon et al. 2020 (2009.01325); Ouyang et al. 2022 (2203.02155);
+Huang et al. 2024 (2403.17031), whose list of details is followed here. The formulas are in engine/rl.py.
+"""
+import copy
+import hashlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from chatdata import remark
+from configurator import changed_keys, configure, refuse
+from engine import chat, checkpoint, rl
+from engine.files import lock_folder, printable, read_json, write_json
+from engine.generate import generate
+from engine.hf import load_model
+from engine.loss import logprobs
+from engine.monitor import Monitor
+from engine.optim import adamw, clip, lr_at, set_lr
+from engine.parallel import accumulating, all_sum, barrier, finish, start, wrap
+from engine.shards import step_blocks
+
+data_dir = "data/demo"         # its chat/ holds the prompts
+out_dir = "out/demo"           # reads out_dir/sft and out_dir/reward, writes into out_dir/ppo
+policy_from = ""               # folder of the model to start from; empty: out_dir/sft
+reward_from = ""               # folder of the reward model; empty: out_dir/reward
+seed = 1                       # of prompts, samples and minibatches
+device = "auto"                # 'auto', 'cpu', 'cuda', 'mps'
+dtype = "auto"                 # of the matrix products: 'auto' (fp32 on a CPU), 'bf16', 'fp32'
+threads = 0                    # of a CPU; 0: the cores of the machine, shared by its processes
+deterministic = True           # the same bits in every run
+updates = 24                   # rounds of roll-out and improvement
+episodes = 64                  # answers per update, all processes together
+max_new_tokens = 64            # longest answer
+temperature = 1.0              # of sampling, and therefore of every log-probability
+top_k = 0                      # only 0: all of the distribution is sampled from, since all of it is scored
+top_p = 1.0                    # only 1.0, for the same reason
+epochs = 2                     # passes over the answers of an update
+minibatches = 2                # optimiser steps per pass
+micro_batch_size = 64          # answers at once on one device
+learning_rate = 3e-4           # of the policy, at the first update; falls to 0 in a straight line
+value_learning_rate = 3e-4     # of the critic, likewise
+weight_decay = 0.0             # the reference already holds the policy where it was
+grad_clip = 1.0                # largest gradient norm, of policy and critic each
+clip_range = 0.2               # of the ratio of new and old probability
+value_clip_range = 0.2         # of a value, around what it was when the answers were sampled
+gamma = 1.0                    # a later token is worth no less
+lam = 0.95                     # GAE's lambda: 1 trusts the rewards only, 0 the critic only
+kl_coef = 0.05                 # weight of the divergence from the reference, in the reward
+kl_target = 0.0                # nats per answer that the weight is adapted to; 0: it stays as it is
+kl_horizon = 10000             # answers in which an adapted weight may change by 20 %
+missing_end_penalty = 1.0      # taken from the score of an answer that did not end
+max_approx_kl = 0.1            # an update ends early when the policy has moved this far per token; 0: never
+self_check = True              # check the first update's identities, and end the run when one fails
+eval_prompts = 256             # held-out prompts for the numbers before and after
+log_every = 1                  # updates
+save_full = 8                  # updates between the checkpoints that a rerun continues from
+bound_kl = 20.0                # stated bounds of the result: nats per answer ...
+bound_stop_rate = 0.95         # ... share of answers that end by themselves ...
+bound_length = 40.0            # ... and their mean length in tokens
+
+
+@dataclass
+class Batch:
+    """Answers of this rank, padded on the left before the prompt (P tokens wide) and on the right behind the answer
+    (R):
+
+        ids    . . p p p a a a .        mask     0 0 1 1 1 1 1 1 0        answer (the last R)     1 1 1 0
+    """
+    ids: torch.Tensor              # (B, P + R) int64
+    mask: torch.Tensor             # (B, P + R) bool, True at real tokens
+    answer: torch.Tensor           # (B, R) bool, True at the answer's tokens, the end token included
+    ended: torch.Tensor            # (B,) bool
+    sampled_logprobs: torch.Tensor # (B, R) as the generator had them when it drew
+    texts: list                    # the answers
+
+    @property
+    def prompt_width(self):
+        return self.ids.size(1) - self.answer.size(1)
+
+    def rows(self, size):
+        """Row numbers in slices of `size`."""
+        return torch.arange(len(self.ids), device=self.ids.device).split(size)
+
+
+# --- The networks at work --------------------------------------------------------------------------------------------
+
+def roll_out(policy, prompts, tokenizer, config, seed, device):
+    """Samples an answer to each prompt (token ids) -> Batch.
+
+    top_k and top_p stay out of the call. With them, what is drawn would come from another distribution than the one
+    that is scored; the ratio does not show it (old and new are both scored in full), only the entropy identity does."""
+    stops = chat.stop_ids(tokenizer)
+    answers = generate(policy, prompts, config.max_new_tokens, stops, temperature=config.temperature, seed=seed)
+    before, behind = max(map(len, prompts)), max(map(len, answers.ids))
+    ids = torch.full((len(prompts), before + behind), tokenizer.pad_id)
+    mask, sampled = torch.zeros_like(ids, dtype=torch.bool), torch.zeros(len(prompts), behind)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers.ids)):
+        start, end = before - len(prompt), before + len(answer)
+        ids[row, start:end] = torch.tensor(prompt + answer)
+        mask[row, start:end] = True                       # the end token is an answer's token like the others
+        sampled[row, :len(answer)] = torch.tensor(answers.logprobs[row])
+    texts = [tokenizer.decode(answer) for answer in answers.ids]
+    ids, mask = ids.to(device), mask.to(device)
+    return Batch(ids, mask, mask[:, before:], torch.tensor(answers.stopped, device=device), sampled.to(device), texts)
+
+
+def answer_logprobs(model, batch, rows, config, with_entropy=False):
+    """log p of the answers' tokens at the sampling temperature, (B, R). The one function for policy, reference and
+    update: whatever it did wrong it would do wrong in all of them, and the ratio could not drift from 1 by a mere
+    detail."""
+    found = logprobs(model, batch.ids[rows], batch.mask[rows], config.temperature, with_entropy)
+    first = batch.prompt_width - 1                        # log p of token t stands at t - 1, where it was predicted
+    return tuple(x[:, first:] for x in found) if with_entropy else found[:, first:]
+
+
+def answer_values(value, batch, rows):
+    """What the critic expects *before* each token of the answer is chosen, (B, R). One place later it would have seen
+    the token already, and the advantage would measure nothing."""
+    return value(batch.ids[rows], mask=batch.mask[rows])[:, batch.prompt_width - 1:-1]
+
+
+def answer_scores(reward, batch, rows):
+    """The reward model's score of prompt and answer at their last real token, (B,)."""
+    return rl.at_last(reward(batch.ids[rows], mask=batch.mask[rows]), batch.mask[rows])
+
+
+@torch.no_grad()
+def judge(policy, reference, value, reward, batch, config, setup):
+    """-> scores (B,), logprobs, ref_logprobs, values, entropies (B, R). The policy's log-probabilities are computed
+    again and not taken from the generator, whose cached keys round differently: in bf16 that alone moves the ratio by
+    1.5 %."""
+    parts = []
+    for rows in batch.rows(config.micro_batch_size):
+        with setup.autocast():
+            old, entropies = answer_logprobs(policy, batch, rows, config, with_entropy=True)
+            parts.append((answer_scores(reward, batch, rows), old, answer_logprobs(reference, batch, rows, config),
+                          answer_values(value, batch, rows), entropies))
+    return tuple(torch.cat(column) for column in zip(*parts))
+
+
+def critic_from(reward):
+    """The value network: the reward model's trunk, which already reads answers for what they are worth, and a head that
+    says 0 to everything. A drawn head would begin with large random values, and the first updates would be about
+    those."""
+    value = copy.deepcopy(reward)
+    torch.nn.init.zeros_(value.score.weight)
+    torch.nn.init.zeros_(value.score.bias)
+    return value.requires_grad_(True)
+
+
+# --- Improvement -----------------------------------------------------------------------------------------------------
+
+def improve(policy, value, optimizers, batch, old, update, config, setup, check=False):
+    """Epochs of minibatches over one batch of answers. old: dict of logprobs, values, advantages, returns (B, R) as
+    they were when the answers were sampled. -> dict of means, and `first_ratio`, the largest |log ratio| before any
+    step.
+
+    policy and value are two networks with two optimisers and two clipped gradients: no coefficient has to balance them,
+    and a critic that is far off can not take the policy's share of the norm."""
+    total = lambda tensor: all_sum(tensor, setup)
+    generator = torch.Generator().manual_seed(seed_of(config.seed, "minibatches", update, setup.rank))
+    sums = torch.zeros(5, device=batch.ids.device)        # policy loss, value loss, approx_kl, clipped, tokens
+    steps, first_ratio = 0, 0.0
+    for epoch in range(config.epochs):
+        order = torch.randperm(len(batch.ids), generator=generator).to(batch.ids.device)
+        for rows in order.chunk(config.minibatches):
+            micros = rows.split(config.micro_batch_size)
+            # All tokens of the step, on all ranks. Dividing by a micro-batch's own count would make a mean of means, in
+            # which a token of a short answer weighs more.
+            count = total(batch.answer[rows].sum())
+            here = torch.zeros(4, device=batch.ids.device)
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            for i, micro in enumerate(micros):
+                mask, last, before = batch.answer[micro], i == len(micros) - 1, old["logprobs"][micro]
+                with accumulating(policy, last), setup.autocast():
+                    new = answer_logprobs(policy, batch, micro, config)
+                    loss = rl.policy_loss(new, before, old["advantages"][micro], config.clip_range)
+                    loss = rl.masked_sum(loss, mask)
+                    (loss * setup.world / count).backward()             # DDP averages over ranks: hence * world
+                with accumulating(value, last), setup.autocast():
+                    values = answer_values(value, batch, micro)
+                    error = rl.value_loss(values, old["values"][micro], old["returns"][micro], config.value_clip_range)
+                    error = rl.masked_sum(error, mask)
+                    (error * setup.world / count).backward()
+                with torch.no_grad():
+                    moved = rl.masked_sum(rl.approx_kl(new, before), mask)
+                    clipped = rl.masked_sum(rl.clipped(new, before, config.clip_range), mask)
+                    here += torch.stack([loss, error, moved, clipped])
+                    if steps == 0:
+                        first_ratio = max(first_ratio, rl.largest(new - before, mask))
+            here = total(here)
+            if check and steps == 0:
+                stop_if_wrong(ratio_problems(first_ratio, setup), setup)
+            # Has the policy left the neighbourhood in which these answers say something about it? Judged before the
+            # step and over all ranks, and then no step is taken: multiplying the loss by 0 would not do, Adam's
+            # momentum moves the weights without any gradient.
+            if config.max_approx_kl and here[2] / count > config.max_approx_kl:
+                return means(sums, steps, first_ratio, stopped=True)
+            norms = [clip(network.parameters(), config.grad_clip).item() for network in (policy, value)]
+            if not all(norm < float("inf") for norm in norms):
+                refuse(f"update {update}: the gradients' norms are {norms}: nothing that could be learned from. The "
+                       "last checkpoint is as it was; lower learning_rate, or use --dtype=fp32")
+            for optimizer in optimizers:
+                optimizer.step()
+            steps += 1
+            sums += torch.cat([here, count[None]])
+    return means(sums, steps, first_ratio, stopped=False)
+
+
+def means(sums, steps, first_ratio, stopped):
+    """What the log says about an update; the sums are over all tokens of all steps that were taken."""
+    per_token = (sums[:4] / sums[4].clamp(min=1)).tolist()
+    return {**dict(zip(("policy_loss", "value_loss", "approx_kl", "clipfrac"), per_token)),
+            "first_ratio": first_ratio, "optimizer_steps": steps, "stopped_early": stopped}
+
+
+def seed_of(*parts):
+    """A seed that is a function of its parts, say (seed, purpose, update, rank): nothing random is carried from one
+    update to the next, so a resumed run draws what it would have drawn."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "little")
+
+
+# --- Self-check ------------------------------------------------------------------------------------------------------
+
+def self_check(policy, reference, value, reward, batch, judged, config, setup, fresh):
+    """The identities that hold before the first step, whatever the task. Ends the run with what is probably wrong."""
+    scores, old, ref, values, _ = judged
+    exact = setup.dtype == torch.float32
+    problems = []
+
+    gap = rl.largest(old - batch.sampled_logprobs, batch.answer)
+    if gap > (1e-4 if exact else 0.05):
+        problems.append(
+            f"log-probabilities of the sampled tokens are up to {gap:.2g} apart between generation and scoring. "
+            "Probably one of them does not divide by the temperature, does not count positions from the mask (prompts "
+            "are padded on the left), has dropout on, or computes in another precision.")
+
+    drift = rl.largest(old - ref, batch.answer)
+    if fresh and drift != 0:
+        problems.append(
+            f"before the first step, policy and reference differ by up to {drift:.2g} in a token's log-probability; "
+            "it must be exactly 0. Probably the reference is not a copy of the policy, is scored at another "
+            "temperature, or one of them has dropout on.")
+
+    nats, errors = entropy_identity(policy, batch, config, setup)
+    if abs(errors) > 5:
+        problems.append(
+            f"the mean of -log p over the sampled tokens is {nats:+.3f} nats away from the mean entropy, {errors:+.1f} "
+            "standard errors. The tokens were not drawn from the distribution that scores them: "
+            f"{'top_k, top_p or a lower temperature' if errors < 0 else 'a higher temperature'} in sampling. PPO would "
+            "go on with a wrong gradient, and its ratio would not show it.")
+    elif abs(errors) > 3:
+        setup.say(f"warning: -log p of the samples is {errors:+.1f} standard errors from the entropy; by chance that "
+                  "happens 1 time in 370")
+
+    for name, moved in padding_gaps(policy, value, reward, batch, config, setup).items():
+        if moved > (1e-3 if exact else 0.2):
+            problems.append(
+                f"five more padding tokens on the left change the {name} by up to {moved:.2g}. Probably padding is "
+                "attended to, or positions are not counted from the mask.")
+    stop_if_wrong(problems, setup)
+    setup.say(f"self-check: generation and scoring agree to {gap:.1g}, the reference to {drift:.1g}; -log p of the "
+              f"samples is {errors:+.1f} standard errors from the entropy")
+
+
+@torch.no_grad()
+def entropy_identity(policy, batch, config, setup):
+    """mean(-log p of the samples) - mean entropy -> (nats, standard errors). From the model's logits directly, and not
+    through `logprobs`, so that it is a second witness."""
+    parts, width = [], batch.prompt_width
+    for rows in batch.rows(config.micro_batch_size):
+        with setup.autocast():
+            logits = policy(batch.ids[rows], mask=batch.mask[rows])[:, width - 1:-1].float() / config.temperature
+        parts.append(rl.surprise(logits, batch.ids[rows][:, width:]))
+    return rl.entropy_gap(*(torch.cat(column) for column in zip(*parts)), batch.answer, lambda t: all_sum(t, setup))
+
+
+@torch.no_grad()
+def padding_gaps(policy, value, reward, batch, config, setup, extra=5):
+    """How far log-probabilities, values and scores of a few answers move when padding is put before them; -> {name:
+    gap}"""
+    rows = torch.arange(min(4, len(batch.ids)), device=batch.ids.device)
+    few = Batch(batch.ids[rows], batch.mask[rows], batch.answer[rows], None, None, None)
+    padded = Batch(torch.nn.functional.pad(few.ids, (extra, 0), value=0),
+                   torch.nn.functional.pad(few.mask, (extra, 0), value=False), few.answer, None, None, None)
+    with setup.autocast():
+        found = [(answer_logprobs(policy, version, rows, config), answer_values(value, version, rows),
+                  answer_scores(reward, version, rows)) for version in (few, padded)]
+    everywhere = torch.ones_like(found[0][2], dtype=torch.bool)
+    masks = {"log-probabilities": few.answer, "values": few.answer, "scores": everywhere}
+    return {name: rl.largest(a - b, mask) for (name, mask), a, b in zip(masks.items(), *found)}
+
+
+def ratio_problems(first_ratio, setup):
+    """The largest |log ratio| of the first minibatch, before any step: the same weights on the same tokens."""
+    bound = 0.05 if setup.dtype != torch.float32 else 1e-5 if setup.device.type == "cpu" else 1e-4
+    if first_ratio < bound:
+        return []
+    return [f"the first minibatch's log ratio is up to {first_ratio:.2g} before any step was taken; at most {bound} is "
+            "rounding. Probably the update scores at another temperature than the roll-out, has dropout on, or looks "
+            "at other positions."]
+
+
+def stop_if_wrong(problems, setup):
+    """Refuses on all ranks when one of them found something: a rank alone would leave the others waiting."""
+    found = all_sum(torch.tensor(float(len(problems)), device=setup.device), setup)
+    if found > 0:
+        refuse(*(problems or ["another process found the first update to be wrong"]),
+               "No step was taken. --self_check=False skips these checks; what they found is wrong all the same.")
+
+
+# --- Prompts and results ---------------------------------------------------------------------------------------------
+
+def read_prompts(path, tokenizer, longest):
+    """The prompts of a file -> list of {"ids", "kind", "content"}, and how many were left out as longer than `longest`:
+    the generator would cut them, and the answer would be to another question."""
+    prompts = [{"ids": chat.render(tokenizer, record["messages"], open_assistant=True)[0], "kind": record.get("kind"),
+                "content": record["messages"][-1]["content"]} for record in chat.read_prompts(path)]
+    short = [prompt for prompt in prompts if len(prompt["ids"]) <= longest]
+    return short, len(prompts) - len(short)
+
+
+def golds(prompts, texts):
+    """What the rule behind the preferences thinks of the answers (B,); NaN where there is no rule."""
+    return torch.tensor([remark.score(text) if prompt["kind"] == "remark" else float("nan")
+                         for prompt, text in zip(prompts, texts)])
+
+
+@torch.no_grad()
+def evaluate(policy, reference, reward, prompts, tokenizer, config, setup):
+    """Sampled answers to held-out prompts -> gold and its deviation, score, kl, stop_rate, length; and three
+    answers."""
+    mine = prompts[setup.rank::setup.world]
+    columns, examples, size = [], [], config.micro_batch_size
+    for start_row in range(0, len(mine), size):
+        some = mine[start_row:start_row + size]
+        seed = seed_of(config.seed, "evaluation", start_row, setup.rank)
+        batch = roll_out(policy, [prompt["ids"] for prompt in some], tokenizer, config, seed, setup.device)
+        rows = torch.arange(len(some), device=setup.device)
+        with setup.autocast():
+            drift = answer_logprobs(policy, batch, rows, config) - answer_logprobs(reference, batch, rows, config)
+            scores = answer_scores(reward, batch, rows)
+        gold = golds(some, batch.texts).to(setup.device)
+        columns.append(torch.stack([gold, gold.square(), scores, torch.where(batch.answer, drift, 0.0).sum(-1),
+                                    batch.ended.float(), batch.answer.sum(-1).float(), torch.ones_like(gold)]))
+        examples += [f"{prompt['content']} -> {text}" for prompt, text in zip(some, batch.texts)]
+    *sums, count = all_sum(torch.cat(columns, dim=1).double().sum(-1), setup).tolist()
+    gold, square, score, kl, ended, length = (x / count for x in sums)
+    return {"answers": int(count), "gold": gold, "gold_deviation": max(0.0, square - gold ** 2) ** 0.5, "score": score,
+            "kl": kl, "stop_rate": ended, "length": length, "examples": examples[:3]}
+
+
+def verdict(before, after, config):
+    """Whether the result is what was promised. gold must rise by a standard deviation of the starting model's
+    answers."""
+    rise = (after["gold"] - before["gold"]) / max(before["gold_deviation"], 1e-9)
+    least = {"gold_rise": (rise, 1.0), "stop_rate": (after["stop_rate"], config.bound_stop_rate)}
+    most = {"kl": (after["kl"], config.bound_kl), "length": (after["length"], config.bound_length)}
+    bounds = {name: {"found": found, "at_least": bound, "held": found >= bound}
+              for name, (found, bound) in least.items()}
+    bounds.update({name: {"found": found, "at_most": bound, "held": found <= bound}
+                   for name, (found, bound) in most.items()})
+    return {"gold_rise_in_deviations": rise, "bounds": bounds}
+
+
+def show(result, folder):
+    """The result, for people."""
+    print(f"{'held-out prompts':18}{'before':>10}{'after':>10}")
+    for name in ("gold", "gold_deviation", "score", "kl", "stop_rate", "length"):
+        print(f"{name:18}{result['before'][name]:10.3f}{result['after'][name]:10.3f}")
+    for name, bound in result["bounds"].items():
+        promise = f"at least {bound['at_least']}" if "at_least" in bound else f"at most {bound['at_most']}"
+        print(f"{'held  ' if bound['held'] else 'BROKEN'}  {name} {bound['found']:.2f}, promised {promise}")
+    for example in result["after"]["examples"]:
+        print(printable(f"    {example}"))
+    print(f"ppo: done in {result['seconds']:.0f} s, policy in {folder}", flush=True)
+
+
+# --- The run ---------------------------------------------------------------------------------------------------------
+
+def problems_of(config, setup):
+    """Everything about the configuration that can not work, a sentence each."""
+    found = []
+    if config.top_k != 0 or config.top_p != 1.0:
+        found.append(f"top_k = {config.top_k}, top_p = {config.top_p}: PPO weighs each token by its probability under "
+                     "the policy, so tokens must be drawn from exactly that distribution, which only top_k = 0 and "
+                     "top_p = 1.0 do. (Use them in sample.py, where nothing is learned from the samples.)")
+    if config.temperature <= 0:
+        found.append(f"temperature = {config.temperature} leaves nothing to explore; it must be above 0")
+    if config.episodes % (setup.world * config.minibatches):
+        found.append(f"episodes = {config.episodes} can not be shared by {setup.world} processes and "
+                     f"{config.minibatches} minibatches")
+    if min(config.updates, config.epochs, config.minibatches, config.max_new_tokens, config.micro_batch_size) < 1:
+        found.append("updates, epochs, minibatches, max_new_tokens and micro_batch_size must be at least 1")
+    return found
+
+
+def main(config):
+    # Where we are, and whether there is anything left to do. RL on a CPU is in fp32: bf16 moves the ratio by more than
+    # a step of PPO does.
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    dtype = "fp32" if config.dtype == "auto" and on_cpu else config.dtype
+    setup = start(config.device, dtype, config.deterministic, config.threads, config.seed)
+    if problems := problems_of(config, setup):
+        refuse(*problems)
+    run, data = Path(config.out_dir) / "ppo", Path(config.data_dir) / "chat"
+    lock = lock_folder(run) if setup.is_main else None                     # held until this process ends
+    barrier(setup)
+    if (run / "config.json").exists():
+        if changes := changed_keys(read_json(run / "config.json"), config):
+            refuse(*[f"{run} was begun with {key} = {old!r}, now it is {new!r}; give that value, or another --out_dir"
+                     for key, old, new in changes])
+    if (run / "result.json").exists():
+        setup.say(f"ppo: already done, see {run / 'result.json'}")
+        return finish(setup)
+    started = time.perf_counter()
+
+    # The four networks. All of them stay in eval mode for the whole run: with dropout on, the ratio of new and old
+    # probabilities would be noise.
+    policy, tokenizer = load_model(config.policy_from or Path(config.out_dir) / "sft")
+    reward, _ = load_model(config.reward_from or Path(config.out_dir) / "reward", kind="scalar")
+    policy.to(setup.device).eval()
+    reward.to(setup.device).eval().requires_grad_(False)
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    value = critic_from(reward)
+    size = sum(p.numel() for p in policy.parameters())
+    setup.say(f"ppo: four networks of {size:,} parameters, {size * (2 * 16 + 2 * 4) / 2**20:,.0f} MiB: policy and critic "
+              f"with gradients and Adam's moments, reference and reward frozen; on {setup.device}, {setup.dtype}")
+
+    # The prompts: for training, and held out.
+    longest = policy.config.block_size - config.max_new_tokens
+    files = {name: data / f"prompts_{name}.jsonl" for name in ("train", "val")}
+    if missing := [str(file) for file in files.values() if not file.exists()]:
+        refuse(f"missing: {', '.join(missing)}. The demonstration makes them by: {config.command('prepare_chat.py')}")
+    (prompts, long), (held_out, _) = (read_prompts(file, tokenizer, longest) for file in files.values())
+    if not prompts or not held_out:
+        refuse(f"{data}: no prompts of at most {longest} tokens (the model's {policy.config.block_size} less "
+               "max_new_tokens) in prompts_train.jsonl or prompts_val.jsonl")
+    setup.say(f"ppo: {len(prompts):,} prompts ({long} too long), {len(held_out)} held out; {config.updates} updates of "
+              f"{config.episodes} answers, {config.epochs} epochs of {config.minibatches} minibatches")
+    config.save(run)
+
+    # Where it starts from: a checkpoint of this run, or the held-out numbers of the starting model.
+    # Adam's eps: with the usual 1e-8, parameters whose gradients are next to nothing take steps of full size.
+    optimizers = [adamw(policy, config.learning_rate, config.weight_decay, eps=1e-5),
+                  adamw(value, config.value_learning_rate, config.weight_decay, eps=1e-5)]
+    modules, named = {"policy": policy, "value": value}, dict(zip(("policy", "value"), optimizers))
+    trained = wrap(policy, setup), wrap(value, setup)     # gradients pass through these, or the ranks would drift apart
+    state = checkpoint.resume(run, modules, named, setup)
+    if state is None:
+        held_out = held_out[:config.eval_prompts]
+        state = {"step": 0, "seconds": 0.0, "kl_coef": config.kl_coef,
+                 "before": evaluate(policy, reference, reward, held_out, tokenizer, config, setup)}
+    first, kl_coef = state["step"], state["kl_coef"]
+    total = lambda tensor: all_sum(tensor, setup)
+    monitor = Monitor(run, setup, config.updates, first, label="ppo")
+
+    for update in range(first, config.updates):
+        clock = [time.perf_counter()]
+        for optimizer, peak in zip(optimizers, (config.learning_rate, config.value_learning_rate)):
+            lr = set_lr(optimizer, lr_at(update, config.updates + 1, peak, 0, "linear", final=0.0))
+
+        # 1. Roll out. Each rank answers other prompts.
+        order = step_blocks(update, config.episodes, len(prompts), config.seed)[setup.rank::setup.world]
+        asked = [prompts[i] for i in order]
+        seed = seed_of(config.seed, "rollout", update, setup.rank)
+        batch = roll_out(policy, [prompt["ids"] for prompt in asked], tokenizer, config, seed, setup.device)
+        clock.append(time.perf_counter())
+
+        # 2. Judge.
+        judged = judge(policy, reference, value, reward, batch, config, setup)
+        scores, old, ref, values, entropies = judged
+
+        # 3. Reward. The divergence is in the reward and not in the loss, so that GAE hands it on to the tokens before.
+        penalised = rl.penalise_missing_end(scores, batch.ended, config.missing_end_penalty)
+        rewards = rl.kl_rewards(old, ref, batch.answer, kl_coef)
+        rewards = rl.place_score(rewards, penalised, batch.answer)         # at the end token itself
+
+        # 4. Advantages. The critic learns the returns as they are; the policy gets the advantages whitened over all
+        # ranks.
+        advantages, returns = rl.gae(rewards, values, batch.answer, config.gamma, config.lam)
+        whitened = rl.whiten(advantages, batch.answer, total=total)
+        clock.append(time.perf_counter())
+
+        # 5. Self-check, before anything is learned.
+        check = config.self_check and update == first
+        if check:
+            self_check(policy, reference, value, reward, batch, judged, config, setup, fresh=update == 0)
+
+        # 6. Improve.
+        before = {"logprobs": old, "values": values, "advantages": whitened, "returns": returns}
+        learned = improve(*trained, optimizers, batch, before, update, config, setup, check)
+        clock.append(time.perf_counter())
+
+        # 7. Log, adapt, save.
+        drift = torch.where(batch.answer, old - ref, 0.0).sum(-1)
+        per_answer = torch.stack([scores, golds(asked, batch.texts).to(setup.device), drift, batch.ended.float(),
+                                  batch.answer.sum(-1).float()]).sum(-1)
+        per_answer = (total(per_answer) / config.episodes).tolist()
+        numbers = dict(zip(("score", "gold", "kl", "stop_rate", "length"), per_answer))
+        numbers["entropy"] = rl.masked_mean(entropies, batch.answer, total).item()
+        numbers["explained_variance"] = rl.explained_variance(values, returns, batch.answer, total).item()
+        numbers.update(learned, kl_coef=kl_coef, lr=lr)
+        seconds = [end - begin for begin, end in zip(clock, clock[1:])]
+        numbers.update(zip(("rollout_seconds", "scoring_seconds", "update_seconds"), seconds))
+        if config.kl_target:
+            kl_coef = rl.adapted_kl_coef(kl_coef, numbers["kl"], config.kl_target, config.episodes, config.kl_horizon)
+        monitor.advance()
+        if (update + 1) % config.log_every == 0 or update + 1 == config.updates:
+            line = "score {score:+.2f}  gold {gold:+.2f}  kl {kl:.2f}  stops {stop_rate:.0%}  length {length:.1f}"
+            monitor.log(update + 1, line.format(**numbers), **numbers)
+        if (update + 1) % config.save_full == 0 and update + 1 < config.updates:
+            seconds = state["seconds"] + time.perf_counter() - started
+            keep = {"seconds": seconds, "kl_coef": kl_coef, "before": state["before"]}
+            checkpoint.save_full(run, update + 1, modules, named, keep, setup)
+            if setup.is_main:
+                checkpoint.prune(run, "full", keep=1)
+    monitor.close()
+
+    # What has come of it, on the held-out prompts.
+    after = evaluate(policy, reference, reward, held_out[:config.eval_prompts], tokenizer, config, setup)
+    folder = checkpoint.save_light(run, config.updates, policy, tokenizer, setup, {"config_hash": config.hash})
+    result = {"updates": config.updates, "episodes": config.episodes, "before": state["before"], "after": after,
+              **verdict(state["before"], after, config), "seconds": state["seconds"] + time.perf_counter() - started}
+    if setup.is_main:
+        write_json(run / "result.json", result)
+        show(result, folder)
+    barrier(setup)
+    finish(setup)
+
+
+if __name__ == "__main__":
+    main(configure(globals()))
