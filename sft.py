@@ -1,0 +1,368 @@
+"""
+Instruction tuning: conversations and a pretrained model in, a model that answers and stops out.
+
+    python sft.py config/demo.py                          after train.py and prepare_chat.py
+    python sft.py config/demo.py --show=5                 print five conversations, trained tokens in green, and end
+    torchrun --nproc_per_node=2 sft.py config/demo.py     the same steps and losses on two processes
+    python sft.py --model=DIR --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl --out_dir=out/mine
+
+A file of conversations has one JSON object a line, {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
+"content": "..."}, ...]}; the form, with loss weights, is described in engine/chat.py. Needs no other files of ours.
+
+Like train.py this continues after any interruption, bit for bit, and writes into out_dir/sft: config.json, log.jsonl,
+step_NNNNNNNN/ (Hugging Face folders), full_NNNNNNNN/, result.json.
+
+What decides whether tuning works, and where it stands below:
+  - Only what the assistant says is a target, and its <|end|>: without that one the model never learns to stop.
+  - Padding is another token than any that is learned, and weighs nothing.
+  - The loss is a sum over the global step divided by the weight of the global step. Answers differ in length a
+    hundredfold, so a mean of means would let the short ones shout (transformers PR 34191 has the history).
+  - Conversations share no row, so none can look into another. Rows of similar length are put together instead, which
+    wastes little: the share of padding is in the log.
+  - A conversation too long for the context is cut (or dropped); when nothing to learn is left of it, it is dropped and
+    counted. It must neither wait in a queue for ever nor make a batch without targets, which is 0/0.
+"""
+import math
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from configurator import changed_keys, configure, refuse
+from engine import chat, checkpoint, parallel
+from engine.files import lock_folder, read_json, sha256_file, write_json
+from engine.hf import find_folder, load_model
+from engine.loss import token_losses
+from engine.monitor import Monitor
+from engine.optim import Guard, adamw, clip, lr_at, set_lr, warmup_length
+from engine.shards import permuted
+
+# data and folders
+data_dir = "data/demo"
+out_dir = "out/demo"
+model = ""                      # folder of the model to tune; empty: out_dir/pretrain
+conversations = ""              # training file; empty: data_dir/chat/conversations_train.jsonl
+val_conversations = ""          # held-out file; empty: data_dir/chat/conversations_val.jsonl
+seed = 1
+max_length: int | None = None   # tokens of a conversation; None: the model's context
+overlong = "truncate"           # longer conversations: 'truncate' (what is left must have something to learn) or 'drop'
+# the optimisation
+batch_size = 64                 # conversations per step over all processes
+micro_batch_size = 32           # conversations per process and forward pass: memory against speed, the result is the same
+window = 16                     # steps whose conversations are sorted by length together; 1: no sorting, most padding
+epochs = 1
+max_steps: int | None = None    # None: all steps of the epochs
+learning_rate = 1e-3            # peak
+schedule = "cosine"             # 'cosine', 'linear' or 'constant'
+warmup_steps: int | None = None # None: 0.4 % of the steps, at most 2000, at least a tenth of a short run
+final_lr = 0.1                  # the last step's learning rate, as a share of the peak
+weight_decay = 0.0              # a short run from good weights has little to forget
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0
+dropout = 0.0
+attention = "flash"
+# looking and saving
+show = 0                        # print this many conversations with their loss weights, and end
+eval_every = 100
+eval_conversations = 256        # of the held-out file, always the same ones
+log_every = 10
+save_light = 1000
+save_full = 100
+keep = 1
+max_bad_steps = 10              # so many steps in a row with a loss or gradient that is not finite end the run
+# the machine
+device = "auto"
+dtype = "auto"
+compile = False                 # rows differ in length, and each new length costs a compilation
+deterministic: bool | None = None
+threads = 0
+
+
+# --- Conversations -> ids and weights ------------------------------------------------------------------------------------
+
+def read_file(path, default, config):
+    """The conversations of a file; when it is missing, the command that makes it."""
+    path = Path(path or default)
+    if not path.exists():
+        refuse(f"{path} does not exist: no conversations to learn from. Make the demonstration's with",
+               f"  {config.command('prepare_chat.py')}",
+               "or give a file of your own: --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl")
+    return path, chat.read_conversations(path)
+
+
+def encode(entries, tokenizer, length, overlong):
+    """[(ids, weights)] of all conversations that have something to learn, and counts of what happened to the others.
+
+    ids int64 (L,), weights float32 (L,), 2 <= L <= length + 1: one more than the context, since the last is only a target."""
+    examples, counts = [], {"truncated": 0, "too_long": 0, "without_target": 0}
+    for entry in entries:
+        ids, weights = chat.render(tokenizer, entry["messages"])
+        if len(ids) > length + 1:
+            if overlong == "drop":
+                counts["too_long"] += 1
+                continue
+            # Cut, and not ended with an <|end|> of ours: that would teach to stop in the middle of a sentence.
+            ids, weights = ids[:length + 1], weights[:length + 1]
+            counts["truncated"] += 1
+        if sum(weights[1:]) == 0:
+            counts["without_target"] += 1
+            continue
+        examples.append((np.array(ids, dtype=np.int64), np.array(weights, dtype=np.float32)))
+    return examples, counts
+
+
+# --- Order: a pure function of lengths, seed and config --------------------------------------------------------------------
+
+def plan(lengths, batch_size, window, seed, epoch):
+    """The steps of one epoch, a list of arrays of conversation numbers: each conversation once, the last step may be short.
+
+    All are permuted, then within each `window` steps sorted by length, so that the rows of a step are of similar length;
+    then the order of the steps is permuted, so that lengths do not rise and fall."""
+    def shuffled(n, what):
+        return permuted(np.arange(n), n, zlib.crc32(f"{seed} {epoch} {what}".encode()))
+
+    n = len(lengths)
+    order = shuffled(n, "conversations")
+    steps = []
+    for start in range(0, n, batch_size * window):
+        bucket = order[start:start + batch_size * window]
+        bucket = bucket[np.argsort(lengths[bucket], kind="stable")]
+        steps += [bucket[i:i + batch_size] for i in range(0, len(bucket), batch_size)]
+    return [steps[i] for i in shuffled(len(steps), "steps")]
+
+
+def collate(examples, numbers, pad_id):
+    """Conversations as (inputs, targets, weights), each (B, T), T the longest one's length - 1.
+
+    A weight stands beside the target it belongs to. Rows are padded on the right, where a causal model sees padding only
+    from positions that weigh nothing; so no mask is needed and attention keeps its fast path."""
+    longest = max(len(examples[n][0]) for n in numbers)
+    ids = np.full((len(numbers), longest), pad_id, dtype=np.int64)
+    weights = np.zeros((len(numbers), longest), dtype=np.float32)
+    for row, n in enumerate(numbers):
+        ids[row, :len(examples[n][0])], weights[row, :len(examples[n][0])] = examples[n]
+    ids, weights = torch.from_numpy(ids), torch.from_numpy(weights)
+    return ids[:, :-1], ids[:, 1:], weights[:, 1:]
+
+
+def micro_batches(examples, numbers, config, pad_id, setup):
+    """This rank's share of a global step, cut into micro-batches.
+
+    A rank that gets nothing of a short last step still has to take part in it: it computes one row that weighs nothing."""
+    mine = numbers[setup.rank::setup.world]
+    cut = [mine[i:i + config.micro_batch_size] for i in range(0, len(mine), config.micro_batch_size)]
+    batches = [collate(examples, part, pad_id) for part in cut]
+    if not batches:
+        x, y, w = collate(examples, numbers[:1], pad_id)
+        batches = [(x, y, torch.zeros_like(w))]
+    return [tuple(tensor.to(setup.device) for tensor in batch) for batch in batches]
+
+
+# --- One step --------------------------------------------------------------------------------------------------------------
+
+def forward_backward(model, batches, end_id, setup):
+    """Gradients of the global step's weighted mean loss, left in the parameters.
+
+    -> over all ranks: loss, loss_end (of <|end|> alone), weight (of all targets), targets, padding (share of all positions)"""
+    weight = parallel.all_sum(sum(w.sum(dtype=torch.float64) for _, _, w in batches), setup)
+    total = torch.zeros(5, dtype=torch.float64, device=setup.device)
+    for i, (x, y, w) in enumerate(batches):
+        with parallel.accumulating(model, last=i == len(batches) - 1):
+            with setup.autocast():
+                logits = model(x)
+            losses = token_losses(logits, y) * w                           # (B, T)
+            # Divided by the global weight, not by this micro-batch's. DDP divides by the number of ranks, hence the factor.
+            (losses.sum() * setup.world / weight.float()).backward()
+        losses, at_end = losses.detach().double(), y == end_id
+        total += torch.stack([losses.sum(), losses[at_end].sum(), w[at_end].sum().double(), (w > 0).sum().double(),
+                              torch.tensor(w.numel(), dtype=torch.float64, device=setup.device)])
+    loss, end_loss, end_weight, targets, positions = parallel.all_sum(total, setup).tolist()
+    return {"loss": loss / weight.item(), "loss_end": end_loss / max(end_weight, 1e-9), "weight": weight.item(),
+            "targets": int(targets), "positions": int(positions)}
+
+
+@torch.no_grad()
+def evaluate(model, examples, config, pad_id, setup):
+    """Weighted mean loss over held-out conversations, divided over the ranks."""
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=setup.device)
+    order = np.argsort([len(ids) for ids, _ in examples], kind="stable")
+    for start in range(setup.rank * config.micro_batch_size, len(order), setup.world * config.micro_batch_size):
+        x, y, w = (t.to(setup.device) for t in collate(examples, order[start:start + config.micro_batch_size], pad_id))
+        with setup.autocast():
+            losses = token_losses(parallel.bare(model)(x), y)
+        total += torch.stack([(losses * w).sum().double(), w.sum().double()])
+    model.train()
+    loss, weight = parallel.all_sum(total, setup).tolist()
+    return loss / weight
+
+
+def check(config, shape, setup):
+    """Everything about the settings that can not work, at once."""
+    problems = [f"{key} must be at least 1, found {getattr(config, key)}"
+                for key in ("batch_size", "micro_batch_size", "window", "epochs", "log_every", "eval_every", "eval_conversations")
+                if getattr(config, key) < 1]
+    if config.max_steps is not None and config.max_steps < 1:
+        problems.append(f"max_steps must be at least 1 (or None), found {config.max_steps}")
+    if config.max_length is not None and not 2 <= config.max_length <= shape.block_size:
+        problems.append(f"max_length must lie between 2 and the model's context, {shape.block_size}; found {config.max_length}")
+    if config.overlong not in ("truncate", "drop"):
+        problems.append(f"overlong must be 'truncate' or 'drop', found '{config.overlong}'")
+    if config.schedule not in ("cosine", "linear", "constant"):
+        problems.append(f"schedule must be 'cosine', 'linear' or 'constant', found '{config.schedule}'")
+    if not 0 <= config.dropout < 1:
+        problems.append(f"dropout must be in [0, 1), found {config.dropout}")
+    if problems:
+        if setup.local_rank:            # every rank finds the same; one of them says it
+            raise SystemExit(2)
+        refuse(*problems)
+
+
+def main(config):
+    # 1. Where we are, the model to tune, and one run per folder.
+    setup = parallel.start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
+    run, chat_folder = Path(config.out_dir) / "sft", Path(config.data_dir) / "chat"
+    path, entries = read_file(config.conversations, chat_folder / "conversations_train.jsonl", config)
+    val_path, val_entries = read_file(config.val_conversations, chat_folder / "conversations_val.jsonl", config)
+    source = Path(config.model or Path(config.out_dir) / "pretrain")
+    if not config.model and not source.exists():
+        refuse(f"{source} does not exist: no pretrained model to tune. Make it with", f"  {config.command('train.py')}",
+               "or name a model's folder: --model=DIR")
+    model, tokenizer = load_model(source, attention=config.attention)
+    check(config, model.config, setup)
+    for layer in model.model.layers:
+        layer.dropout = config.dropout
+
+    # 2. Conversations as ids and weights, and what became of those that do not fit.
+    length = config.max_length or model.config.block_size
+    examples, lost = encode(entries, tokenizer, length, config.overlong)
+    val_examples, val_lost = encode(val_entries[:: max(1, len(val_entries) // config.eval_conversations)], tokenizer, length,
+                                    config.overlong)
+    for name, kept, counts in ((path, examples, lost), (val_path, val_examples, val_lost)):
+        if any(counts.values()) and kept:
+            setup.say(f"note: {name}: {counts['truncated']} conversations cut at {length} tokens, {counts['too_long']} left out as too "
+                      f"long, {counts['without_target']} left out since nothing to learn is left of them")
+        if not kept:
+            refuse(f"{name}: no conversation is left to learn from: {counts['too_long']} are longer than {length} tokens, of "
+                   f"{counts['without_target']} no assistant's token (with a weight above 0) lies within them. Raise max_length, use "
+                   "a model with a longer context, or shorten the conversations.")
+    if config.show:
+        for ids, weights in examples[:config.show]:
+            setup.say(chat.coloured(tokenizer, ids.tolist(), weights.tolist()) + "\n")
+        parallel.finish(setup)
+        return
+    lock = lock_folder(run) if setup.is_main else None
+    if (run / "config.json").exists():
+        changed = changed_keys(read_json(run / "config.json"), config)
+        if changed:
+            refuse(*[f"{run} was begun with {key} = {old!r}, now it is {new!r}" for key, old, new in changed],
+                   "Give the old value to continue that run, or another --out_dir to start a new one.")
+    if (run / "result.json").exists():
+        setup.say(f"{run}: already done; to tune anew, remove the folder or choose another --out_dir")
+        return
+    parallel.barrier(setup)             # nobody writes config.json before everybody has compared
+    config.save(run)
+
+    # 3. Continue where an earlier call stopped.
+    model.to(setup.device).train()
+    parallel.compile_blocks(model, setup, config.compile)
+    optimizer = adamw(model, config.learning_rate, config.weight_decay, (config.beta1, config.beta2))
+    modules, optimizers = {"model": model}, {"model": optimizer}
+    origin = {"data_hash": sha256_file(path), "tokenizer_hash": tokenizer.hash}
+    state = checkpoint.resume(run, modules, optimizers, setup) or {"step": 0, "in_a_row": 0, **origin}
+    changed = [name for name in origin if state[name] != origin[name]]
+    if changed:
+        refuse(*[f"{run} was begun with {name} {state[name]}, now it is {origin[name]}" for name in changed],
+               "Bring the old one back, or start anew with another --out_dir.")
+    guard = Guard(config.max_bad_steps, state["in_a_row"])
+    model = parallel.wrap(model, setup)
+
+    # 4. What it will cost.
+    lengths = np.array([len(ids) for ids, _ in examples])
+    per_epoch = math.ceil(len(examples) / config.batch_size)
+    max_steps = config.max_steps or per_epoch * config.epochs
+    warmup = warmup_length(max_steps, config.warmup_steps)
+    n_targets = sum(int((weights[1:] > 0).sum()) for _, weights in examples)
+    setup.say(f"model       {parallel.bare(model).n_params():,} parameters from {find_folder(source)}\n"
+              f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, {setup.threads} threads\n"
+              f"data        {len(examples):,} conversations of {lengths.mean():.0f} tokens on average, {lengths.max()} at most; "
+              f"{100 * n_targets / lengths.sum():.0f} % of the tokens are trained\n"
+              f"run         {max_steps:,} steps of {config.batch_size} conversations, {max_steps / per_epoch:.2f} epochs; warm-up {warmup} steps")
+    end_id = tokenizer.special("<|end|>")
+    monitor = Monitor(run, setup, max_steps, state["step"], label="sft")
+
+    def save(step, kinds):
+        if not all(torch.isfinite(p).all() for p in parallel.bare(model).parameters()):
+            refuse(f"step {step}: weights are no longer finite, so nothing is saved; the checkpoints before are sound. "
+                   "Lower --learning_rate, or look at the steps before this one in log.jsonl.")
+        facts = {"in_a_row": guard.in_a_row, "config_hash": config.hash, **origin}
+        if "light" in kinds:
+            checkpoint.save_light(run, step, model, tokenizer, setup, facts)
+        if "full" in kinds:
+            checkpoint.save_full(run, step, modules, optimizers, facts, setup)
+        if setup.is_main:
+            for kind in kinds:
+                checkpoint.prune(run, kind, config.keep)
+
+    # 5. The loop.
+    epoch, steps = -1, []
+    began, began_at, seen, trained = time.perf_counter(), state["step"], 0, 0
+    for step in range(state["step"], max_steps):
+        if step // per_epoch != epoch:
+            epoch = step // per_epoch
+            steps = plan(lengths, config.batch_size, config.window, config.seed, epoch)
+        numbers = steps[step % per_epoch]
+        lr = set_lr(optimizer, lr_at(step, max_steps, config.learning_rate, warmup, config.schedule, config.final_lr))
+        totals = forward_backward(model, micro_batches(examples, numbers, config, tokenizer.pad_id, setup), end_id, setup)
+        norm = clip(model.parameters(), config.grad_clip).item()
+        good = guard.good(totals["loss"], norm)
+        if good:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        done = step + 1
+        first, last = step == state["step"], done == max_steps
+        seen, trained = seen + totals["positions"], trained + totals["targets"]
+
+        record, line = {}, ""
+        if not good:
+            record = {"loss": totals["loss"], "grad_norm": norm, "skipped": True, "conversations": numbers}
+            line = f"loss {totals['loss']}, gradient norm {norm}: step skipped, {guard.in_a_row} in a row"
+        elif first or last or done % config.log_every == 0:
+            seconds = time.perf_counter() - began
+            padding = 1 - (lengths[numbers] - 1).sum() / totals["positions"]
+            record = {"loss": totals["loss"], "loss_end": totals["loss_end"], "lr": lr, "grad_norm": norm,
+                      "weight": totals["weight"], "padding": padding, "trained_tokens_per_second": trained / seconds,
+                      "tokens_per_second": seen / seconds, "step_seconds": seconds / (done - began_at)}
+            line = (f"loss {totals['loss']:.4f}  end {totals['loss_end']:.4f}  lr {lr:.2e}  norm {norm:.2f}  "
+                    f"{trained / seconds:,.0f} trained tokens/s  padding {100 * padding:.0f} %")
+        if last or done % config.eval_every == 0:
+            record["val_loss"] = evaluate(model, val_examples, config, tokenizer.pad_id, setup)
+            line += f"  held-out loss {record['val_loss']:.4f}"
+        if record:
+            monitor.log(done, line.strip(), **record)
+        if guard.hopeless:
+            refuse(f"step {done}: {guard.in_a_row} steps in a row had a loss or gradient that is not finite, so the run ends. The last "
+                   "good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, or look at the conversations of these "
+                   "steps (log.jsonl has their numbers).")
+        kinds = [kind for kind, every in (("light", config.save_light), ("full", config.save_full))
+                 if last or every and done % every == 0]
+        if kinds:
+            save(done, kinds)
+        if record or kinds:
+            began, began_at, seen, trained = time.perf_counter(), done, 0, 0
+        monitor.advance()
+
+    # 6. The end.
+    monitor.close()
+    if setup.is_main:
+        write_json(run / "result.json", {"steps": max_steps, "conversations": len(examples), "epochs": max_steps / per_epoch,
+                                         "train_loss": totals["loss"], "val_loss": record["val_loss"], **lost})
+    setup.say(f"tuned model in {checkpoint.folder_of(run, 'light', max_steps)}")
+    parallel.finish(setup)
+
+
+if __name__ == "__main__":
+    main(configure(globals()))
