@@ -37,7 +37,7 @@ stamp_of() {
 import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read() + sys.version.encode()).hexdigest())'
 }
 
-pip_install_needed() {
+pip_install() {
     if [ -n "${WHEELS:-}" ]; then
         "$venv/bin/python" -m pip install --disable-pip-version-check --no-index --find-links "$WHEELS" "$@"
     else
