@@ -65,8 +65,8 @@ def render(tokenizer, messages, open_assistant=False):
 
 
 def stop_ids(tokenizer):
-    """The ids that end the assistant's turn."""
-    return {tokenizer.special("<|end|>"), tokenizer.eos_id}
+    """The ids that end the assistant's turn, or a text."""
+    return {tokenizer.specials.get("<|end|>"), tokenizer.eos_id} - {None}
 
 
 def _span_weights(tokenizer, ids, text, spans):
@@ -106,12 +106,12 @@ def coloured(tokenizer, ids, weights):
 
 def read_conversations(path):
     """-> list of dicts with "messages", as in the file. Refuses a file with bad lines, all of them at once."""
-    return _read_lines(path, lambda entry, number: ([entry], _wrong_messages(entry, "messages", last="assistant")))
+    return read_lines(path, lambda entry, number: ([entry], wrong_messages(entry, "messages", last="assistant")))
 
 
 def read_prompts(path):
     """-> list of dicts with "messages" that end with the user's. Refuses like read_conversations."""
-    return _read_lines(path, lambda entry, number: ([entry], _wrong_messages(entry, "messages", last="user")))
+    return read_lines(path, lambda entry, number: ([entry], wrong_messages(entry, "messages", last="user")))
 
 
 def read_preferences(path):
@@ -119,12 +119,12 @@ def read_preferences(path):
     -> list of dicts with "prompt", "chosen", "rejected" and what else the line had. The k texts of a ranked line become
     k (k - 1) / 2 of them, each with "group": the line's number, since they are not independent.
     """
-    return _read_lines(path, _preference)
+    return read_lines(path, _preference)
 
 
 def _preference(entry, number):
     """One line of a preference file. -> (its pairs, what is wrong with it)"""
-    wrong = _wrong_messages(entry, "prompt", last="user")
+    wrong = wrong_messages(entry, "prompt", last="user")
     if "grades" in entry:
         return [], ["graded single answers are not used yet; give chosen and rejected, or ranked"]
     margin = entry.get("margin", 0)
@@ -153,7 +153,7 @@ def _preference(entry, number):
     return [{**rest, "chosen": better, "rejected": worse, "group": number} for better, worse in pairs], []
 
 
-def _wrong_messages(entry, name, last):
+def wrong_messages(entry, name, last):
     """What is wrong with the messages in entry[name], which `last` ('user' or 'assistant') should end. -> sentences"""
     messages = entry.get(name)
     if not isinstance(messages, list) or not messages:
@@ -211,7 +211,7 @@ def _short(value):
     return "nothing" if value is None else text if len(text) <= 60 else text[:57] + "..."
 
 
-def _read_lines(path, check):
+def read_lines(path, check):
     """
     The entries of a JSONL file. check(entry, line number) -> (entries it becomes, what is wrong). Lines end at "\\n" only:
     JSON allows other line separators inside a text, where str.splitlines() would cut.

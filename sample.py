@@ -1,0 +1,239 @@
+"""
+Stage 6: talk to a model.
+
+    python sample.py config/demo.py --prompt="The function"         continue a text
+    python sample.py config/demo.py --chat=True                     a conversation; an empty line starts a new one
+    python sample.py config/demo.py --chat=True --prompt="Hello?"   one question, one answer
+    python sample.py config/demo.py --file=prompts.jsonl            a batch; answers as JSONL on standard output
+    python sample.py --model=DIR ...                                a Hugging Face folder of a Llama, or a run's
+
+Without --model the furthest stage that has a checkpoint in out_dir speaks: ppo, else sft, else pretrain.
+
+A file is JSONL, each line with "prompt": text (continued as text, or answered with --chat=True) or "messages"
+(answered); or, unless its name ends in .jsonl, plain lines, each a prompt. Each line comes back with "completion",
+the number of "tokens", whether it "stopped" by itself, and whether the prompt was "cut".
+
+temperature=0 always takes the likeliest token. A prompt has to leave room for max_new_tokens, or for half the context
+if that is less: a text that does not loses its beginning (after BOS), a conversation its oldest turns, and a note
+says so. Generation ends where the context does.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from configurator import configure, refuse
+from engine import parallel
+from engine.chat import read_lines, render, stop_ids, wrong_messages
+from engine.files import printable, write_atomic
+from engine.generate import generate
+from engine.hf import load_model
+
+out_dir = "out/demo"        # the run whose model speaks
+model = ""                  # a Hugging Face folder, or the folder of one stage, instead
+prompt = ""                 # the text to continue or, with --chat=True, the question
+file = ""                   # a file of prompts
+output = ""                 # where its answers go; empty: standard output
+chat = False                # prompts are questions of a user, answered by the assistant
+system = ""                 # system message of every conversation
+max_new_tokens = 200        # longest answer, in tokens
+temperature = 0.8           # below 1: likelier tokens more often; 0: only the likeliest
+top_k = 50                  # choose among so many likeliest tokens; 0: among all
+top_p = 1.0                 # choose among the likeliest tokens that together have this probability
+seed = 1                    # the same seed, the same answer (of the same batch)
+batch_size = 16             # prompts of a file that are continued side by side
+device = "auto"             # cpu, cuda, or what there is
+dtype = "auto"              # bf16, fp32, or what suits the machine
+threads = 0                 # of the CPU; 0: all cores
+
+
+def check(config):
+    """Refuses settings that make no sense, all at once."""
+    problems = []
+    for name, right, expected in (
+        ("max_new_tokens", config.max_new_tokens >= 1, "at least 1"),
+        ("temperature", config.temperature >= 0, "0 (greedy) or more"),
+        ("top_k", config.top_k >= 0, "0 (all) or more"),
+        ("top_p", 0 < config.top_p <= 1, "above 0 and at most 1"),
+        ("batch_size", config.batch_size >= 1, "at least 1"),
+    ):
+        if not right:
+            problems.append(f"{name} = {getattr(config, name)}: expected {expected}")
+    if config.file and config.prompt:
+        problems.append("--file and --prompt are both given; it can only be one")
+    if config.output and not config.file:
+        problems.append("--output is for the answers to a --file")
+    if config.system and not (config.chat or config.file):
+        problems.append("--system needs --chat=True: only conversations have a system message")
+    if problems:
+        refuse(*problems)
+
+
+def find_model(config):
+    """The folder that was named, or the furthest stage of this run that has a checkpoint."""
+    if config.model:
+        return Path(config.model)
+    stages = [Path(config.out_dir) / stage for stage in ("ppo", "sft", "pretrain")]
+    found = next((stage for stage in stages if any(stage.glob("step_*"))), None)
+    if found is None:
+        refuse(f"no checkpoint in {', '.join(map(str, stages))}. Train one ({config.command('train')}), "
+               "or name a folder with --model=DIR.")
+    return found
+
+
+class Speaker:
+    """A model with its tokenizer and the way to sample, so that the three ways of asking share one way to answer."""
+
+    def __init__(self, config, model, tokenizer):
+        self.config, self.model, self.tokenizer = config, model, tokenizer
+        self.context = model.config.block_size
+        self.room = min(config.max_new_tokens, self.context // 2)       # what a prompt must leave free
+        self.stop = stop_ids(tokenizer)
+
+    def text_prompt(self, text):
+        """-> (ids, whether the beginning was cut)"""
+        ids = self.tokenizer.encode(text)
+        start = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
+        if not start and not ids:
+            refuse("this model's tokenizer has no BOS, so it cannot begin from nothing: give a --prompt.")
+        longest = self.context - self.room - len(start)
+        return start + ids[-longest:], len(ids) > longest
+
+    def chat_prompt(self, messages):
+        """-> (ids, whether something was cut). The system message stays; the oldest turns go, then the start of one."""
+        ids, kept = self.render(messages), list(messages)
+        first = 1 if messages[0]["role"] == "system" else 0
+        while len(ids) + self.room > self.context and len(kept) > first + 1:
+            del kept[first:first + 2]
+            ids = self.render(kept)
+        too_long = len(ids) + self.room - self.context
+        if too_long > 0:
+            content = self.tokenizer.encode(kept[-1]["content"])
+            kept[-1] = {**kept[-1], "content": self.tokenizer.decode(content[too_long:])}
+            ids = self.render(kept)
+        return ids[-(self.context - 1):], len(kept) < len(messages) or too_long > 0
+
+    def render(self, messages):
+        if "<|assistant|>" not in self.tokenizer.specials:
+            refuse("this model's tokenizer has no <|assistant|> token, so it has not learnt to chat; leave out --chat.")
+        return render(self.tokenizer, messages, open_assistant=True)[0]
+
+    def answer(self, prompts, seed=0, on_token=None):
+        config = self.config
+        return generate(self.model, prompts, config.max_new_tokens, self.stop, config.temperature, config.top_k,
+                        config.top_p, config.seed + seed, on_token)
+
+    def speak(self, ids, cut):
+        """Answers one prompt on the terminal, token by token. -> the text"""
+        if cut:
+            note("the prompt is longer than the context leaves room for: its beginning was left out")
+        stream, texts = self.tokenizer.stream(), []
+
+        def show(row, id):
+            texts.append(stream.add(id))
+            print(printable(texts[-1]), end="", flush=True)
+
+        result = self.answer([ids], on_token=show)
+        texts.append(stream.end())
+        print(printable(texts[-1]), flush=True)
+        if not result.stopped[0]:
+            full = len(ids) + len(result.ids[0]) >= self.context
+            note("ended by the context's end" if full else f"ended by max_new_tokens = {self.config.max_new_tokens}")
+        return "".join(texts)
+
+
+def note(text):
+    print(f"[{text}]", file=sys.stderr, flush=True)
+
+
+def conversation(config, speaker):
+    """The chat loop: reads questions until the input ends."""
+    opening = [{"role": "system", "content": config.system}] if config.system else []
+    messages = list(opening)
+    while True:
+        try:
+            question = input("\nyou> ")
+        except (EOFError, KeyboardInterrupt):
+            return print()
+        if not question.strip():
+            messages = list(opening)
+            note("a new conversation")
+            continue
+        messages.append({"role": "user", "content": question})
+        print("model> ", end="", flush=True)
+        messages.append({"role": "assistant", "content": speaker.speak(*speaker.chat_prompt(messages))})
+
+
+def read_prompts(config):
+    """The entries of a file of prompts: dicts with "prompt" or "messages"."""
+    def wrong(entry, number):
+        if "messages" in entry:
+            return [entry], wrong_messages(entry, "messages", last="user")
+        is_text = isinstance(entry.get("prompt"), str)
+        return [entry], [] if is_text else ['expected "prompt" with a text, or "messages"']
+
+    if config.file.endswith(".jsonl"):
+        return read_lines(config.file, wrong)
+    try:
+        lines = Path(config.file).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        refuse(f"{config.file} cannot be read ({error}).")
+    return [{"prompt": line} for line in lines if line.strip()] or refuse(f"{config.file} is empty; expected prompts.")
+
+
+def batch(config, speaker):
+    """Answers the prompts of a file, batch_size at a time, in order."""
+    entries, lines = read_prompts(config), []
+    opening = [{"role": "system", "content": config.system}] if config.system else []
+    for start in range(0, len(entries), config.batch_size):
+        part = entries[start:start + config.batch_size]
+        prompts = []
+        for entry in part:
+            if "messages" in entry:
+                own = entry["messages"]
+                prompts.append(speaker.chat_prompt(own if own[0]["role"] == "system" else opening + own))
+            elif config.chat:
+                prompts.append(speaker.chat_prompt([*opening, {"role": "user", "content": entry["prompt"]}]))
+            else:
+                prompts.append(speaker.text_prompt(entry["prompt"]))
+        result = speaker.answer([ids for ids, _ in prompts], seed=start)
+        for entry, (_, cut), ids, stopped in zip(part, prompts, result.ids, result.stopped):
+            text = speaker.tokenizer.decode(ids)
+            answer = {**entry, "completion": text, "tokens": len(ids), "stopped": stopped, "cut": cut}
+            # Escaped to ASCII: whatever the model says, a line stays one line, and a terminal obeys none of it.
+            lines.append(json.dumps(answer))
+            if not config.output:
+                print(lines[-1], flush=True)
+    if config.output:
+        write_atomic(config.output, "\n".join(lines) + "\n")
+    cuts = sum(json.loads(line)["cut"] for line in lines)
+    if cuts:
+        note(f"{cuts} of {len(lines)} prompts are longer than the context leaves room for: they lost their beginning")
+
+
+def main(config):
+    check(config)
+
+    # 1. The model. What is said about it goes to stderr: standard output belongs to the answers.
+    setup = parallel.start(config.device, config.dtype, threads=config.threads, seed=config.seed)
+    folder = find_model(config)
+    net, tokenizer = load_model(folder, dtype=setup.dtype)
+    speaker = Speaker(config, net.to(setup.device), tokenizer)
+    note(f"{folder}: {net.n_params():,} parameters, context {speaker.context}, {setup.device} {setup.dtype}")
+
+    # 2. Ask it.
+    if config.file:
+        batch(config, speaker)
+    elif config.chat and not config.prompt:
+        conversation(config, speaker)
+    elif config.chat:
+        opening = [{"role": "system", "content": config.system}] if config.system else []
+        speaker.speak(*speaker.chat_prompt([*opening, {"role": "user", "content": config.prompt}]))
+    else:
+        ids, cut = speaker.text_prompt(config.prompt)
+        print(printable(config.prompt), end="", flush=True)
+        speaker.speak(ids, cut)
+
+
+if __name__ == "__main__":
+    main(configure(globals()))

@@ -1,0 +1,157 @@
+"""sample.py: greedy twice, all three ways of asking, prompts beyond the context, harmless output, clear refusals."""
+import io
+import json
+import sys
+
+import pytest
+import torch
+
+import sample
+from configurator import configure
+from engine.chat import render
+from engine.generate import generate
+from engine.hf import load_model, save_model
+from small import byte_tokenizer, small_llama
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of random weights, wide enough apart that no two tokens are about equally likely."""
+    folder = tmp_path_factory.mktemp("model")
+    model = small_llama(seed=4, block_size=48)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1)
+    save_model(folder, model, byte_tokenizer())
+    return folder
+
+
+@pytest.fixture
+def ask(folder, capsys):
+    """ask(--key=value, ...) -> (standard output, standard error) of sample.py in this process."""
+    def call(*words):
+        given = [f"--model={folder}", "--device=cpu", "--dtype=fp32", "--threads=1"]
+        sample.main(configure(vars(sample), [*given, *words]))
+        captured = capsys.readouterr()
+        return captured.out, captured.err
+    return call
+
+
+def greedy(folder, ids, n):
+    model, tokenizer = load_model(folder)
+    return tokenizer.decode(generate(model, [ids], n, {tokenizer.eos_id, tokenizer.special("<|end|>")}, 0).ids[0])
+
+
+def test_temperature_zero_is_greedy_and_the_same_twice(ask, folder):
+    _, tokenizer = load_model(folder)
+    words = "--prompt=hello", "--temperature=0", "--max_new_tokens=12"
+    first, second = ask(*words)[0], ask(*words, "--seed=2", "--top_k=3")[0]
+    expected = "hello" + greedy(folder, [tokenizer.bos_id, *tokenizer.encode("hello")], 12)
+    assert first == second == sample.printable(expected) + "\n"
+
+
+def test_top_k_larger_than_the_vocabulary_and_seeds(ask):
+    words = "--prompt=hello", "--temperature=3.0", "--max_new_tokens=12"
+    everything = ask(*words, "--top_k=0")[0]
+    assert ask(*words, "--top_k=100000")[0] == everything == ask(*words, "--top_k=0")[0]
+    assert ask(*words, "--top_k=0", "--seed=2")[0] != everything
+    assert ask(*words, "--top_k=1")[0] == ask(*words, "--temperature=0")[0]
+    assert ask(*words, "--top_p=0.0000001")[0] == ask(*words, "--temperature=0")[0]
+
+
+def test_nothing_to_begin_with_is_bos_alone(ask):
+    assert len(ask("--max_new_tokens=5")[0]) > 1
+
+
+def test_a_file_of_messages_prompts_and_lines(ask, folder, tmp_path):
+    _, tokenizer = load_model(folder)
+    question = [{"role": "user", "content": "Why?"}]
+    entries = [{"messages": question, "kind": "k"}, {"prompt": "hello"}, {"prompt": "a much longer one"}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    words = f"--file={path}", "--temperature=0", "--max_new_tokens=10"
+    found = [json.loads(line) for line in ask(*words, "--batch_size=2")[0].splitlines()]
+    for entry, line in zip(entries, found, strict=True):
+        ids = (render(tokenizer, question, open_assistant=True)[0] if "messages" in entry
+               else [tokenizer.bos_id, *tokenizer.encode(entry["prompt"])])
+        assert {key: line[key] for key in entry} == entry and line["cut"] is False
+        assert line["completion"] == greedy(folder, ids, 10) and line["tokens"] <= 10
+        assert line["stopped"] or line["tokens"] == 10
+    assert ask(*words, f"--output={tmp_path / 'answers.jsonl'}")[0] == ""
+    assert [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()] == found
+
+    plain = tmp_path / "prompts.txt"
+    plain.write_text("hello\n\na much longer one\n")
+    again = [json.loads(line) for line in ask(f"--file={plain}", *words[1:])[0].splitlines()]
+    assert [line["completion"] for line in again] == [line["completion"] for line in found[1:]]
+
+
+def test_a_conversation_keeps_what_was_said(ask, folder, monkeypatch):
+    _, tokenizer = load_model(folder)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n\na\n"))
+    out, err = ask("--chat=True", "--temperature=0", "--max_new_tokens=6")
+    messages = [{"role": "user", "content": "a"}]
+    first = greedy(folder, render(tokenizer, messages, open_assistant=True)[0], 6)
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "b"}]
+    second = greedy(folder, render(tokenizer, messages, open_assistant=True)[0], 6)
+    said = [part.split("\n\nyou> ")[0] for part in out.split("model> ")[1:]]
+    assert said == [sample.printable(first), sample.printable(second), sample.printable(first)]
+    assert "a new conversation" in err
+    assert ask("--chat=True", "--prompt=a", "--temperature=0", "--max_new_tokens=6")[0] == said[0] + "\n"
+
+
+def test_a_prompt_beyond_the_context_loses_its_beginning_and_that_is_said(ask, folder):
+    model, tokenizer = load_model(folder)
+    speaker = sample.Speaker(configure(vars(sample), ["--max_new_tokens=10"]), model, tokenizer)
+    text = "0123456789" * 10
+    ids, cut = speaker.text_prompt(text)
+    assert cut and ids == [tokenizer.bos_id, *tokenizer.encode(text[-37:])] and len(ids) + 10 == 48
+    assert speaker.text_prompt(text[:37]) == ([tokenizer.bos_id, *tokenizer.encode(text[:37])], False)
+    assert "its beginning was left out" in ask(f"--prompt={text}", "--max_new_tokens=10")[1]
+    _, err = ask("--prompt=abc", "--temperature=0", "--max_new_tokens=1000")     # a stop would be said otherwise
+    assert "the context's end" in err or "max_new_tokens" not in err
+
+
+def test_a_conversation_beyond_the_context_loses_its_oldest_turns(folder):
+    model, tokenizer = load_model(folder)
+    speaker = sample.Speaker(configure(vars(sample), ["--max_new_tokens=10"]), model, tokenizer)
+    def message(role, content):
+        return {"role": role, "content": content}
+    system, old, newer, last = (message("system", "S" * 5), [message("user", "1" * 9), message("assistant", "2" * 9)],
+                                [message("user", "3" * 6), message("assistant", "4" * 5)], message("user", "5" * 5))
+    assert speaker.chat_prompt([system, *newer, last]) == (speaker.render([system, *newer, last]), False)
+    assert speaker.chat_prompt([system, *old, *newer, last]) == (speaker.render([system, *newer, last]), True)
+    ids, cut = speaker.chat_prompt([system, *old, message("user", "x" * 50 + "end?")])
+    assert cut and len(ids) + 10 <= 48 and tokenizer.decode(ids).endswith("xend?") and ids[0] == tokenizer.bos_id
+    assert tokenizer.decode(ids).startswith("SSSSS")
+
+
+def test_nothing_that_a_terminal_would_obey_is_printed(ask, folder, monkeypatch):
+    _, tokenizer = load_model(folder)
+    escape = tokenizer.encode("\x1b]0;owned\x07\x1b[2Jfine")
+
+    def wicked(model, prompts, max_new_tokens, stop, temperature, top_k, top_p, seed, on_token):
+        for id in escape:
+            on_token(0, id)
+        return sample_result
+    sample_result = generate(load_model(folder)[0], [[1]], 1, set())
+    monkeypatch.setattr(sample, "generate", wicked)
+    out, _ = ask("--prompt=\x1b[31mred")
+    assert "\x1b" not in out and "\x07" not in out and out.startswith("red") and "fine" in out
+
+
+def test_wrong_settings_are_named_together(folder, capsys, tmp_path):
+    def refused(*words):
+        with pytest.raises(SystemExit) as stop:
+            sample.main(configure(vars(sample), [f"--model={folder}", "--device=cpu", *words]))
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+    said = refused("--temperature=-1", "--top_p=0", "--top_k=-1", "--max_new_tokens=0", "--file=a", "--prompt=b")
+    for part in ("temperature = -1", "top_p = 0", "top_k = -1", "max_new_tokens = 0", "--file and"):
+        assert part in said
+    assert "--chat=True" in refused("--system=s")
+    assert "cannot be read" in refused("--file=none.jsonl") and "cannot be read" in refused("--file=none.txt")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"promt": "a"}\n{"messages": []}\n')
+    said = refused(f"--file={tmp_path / 'bad.jsonl'}")
+    assert "line 2" in said and "line 3" in said
+    assert "no checkpoint" in refused("--model=", f"--out_dir={tmp_path}")
