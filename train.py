@@ -154,8 +154,8 @@ def kinds_of(inputs, targets, tokenizer):
 
 def sums(losses, inputs, targets, weights, tokenizer):
     """What a step adds up, in float64 so that the order of adding does not show: (9,): the weighted loss, then for each
-    kind the sum of its losses, then for each kind how many. Padding (targets below 0) is in none of them."""
-    kinds = kinds_of(inputs, targets, tokenizer) & (targets >= 0)
+    kind the sum of its losses, then for each kind how many. BOS has weight 0 but is counted; padding is in none of them."""
+    kinds = kinds_of(inputs, targets, tokenizer) & ((weights > 0) | (targets == tokenizer.bos_id))
     losses = losses.detach().double()
     return torch.cat([(losses * weights).sum()[None], (losses * kinds).sum((1, 2)), kinds.sum((1, 2)).double()])
 
@@ -171,7 +171,7 @@ def forward_backward(model, micro_batches, tokenizer, setup):
         with parallel.accumulating(model, last=i == len(micro_batches) - 1):
             with setup.autocast():
                 logits = model(x)
-            losses = token_losses(logits, y.clamp(min=0))                  # (B, T)
+            losses = token_losses(logits, y)                  # (B, T)
             ((losses * w).sum() * setup.world / weight.float()).backward()
         total += sums(losses, x, y, w, tokenizer)
     total = parallel.all_sum(total, setup)
@@ -192,9 +192,9 @@ def evaluate(model, data, blocks, config, tokenizer, byte_counts, setup):
     for start in range(setup.rank * config.micro_batch_size, len(blocks), setup.world * config.micro_batch_size):
         x, y, w = (torch.from_numpy(a).to(setup.device) for a in batch(data, blocks[start:start + config.micro_batch_size], config.block_size))
         with setup.autocast():
-            losses = token_losses(parallel.bare(model)(x), y.clamp(min=0))
+            losses = token_losses(parallel.bare(model)(x), y)
         total += sums(losses, x, y, w, tokenizer).cpu()
-        text = (y >= 0) & (y != tokenizer.eos_id) & (y != tokenizer.bos_id)
+        text = (w > 0) & (y != tokenizer.eos_id)
         nats += losses.double()[text].sum().item()
         n_bytes += byte_counts[y[text].cpu()].sum().item()
     model.train()

@@ -1,0 +1,259 @@
+"""train.py as a user runs it: subprocesses, real signals, exact comparisons."""
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.monitor import read_log
+from engine.shards import ShardWriter, write_index
+from small import ROOT, byte_tokenizer
+
+SHAPE = ("--n_layer=2 --n_head=2 --n_kv_head=2 --n_embd=32 --n_inner=64 --block_size=32 --batch_tokens=256 --micro_batch_size=2 "
+         "--learning_rate=3e-3 --eval_every=1000 --eval_blocks=4 --log_every=1 --threads=1 --device=cpu --dtype=fp32 --compile=False").split()
+
+
+def make_data(folder, n_docs=60, seed=0):
+    """Documents of made-up words as token shards, and the byte tokenizer they were made with."""
+    tokenizer, rng = byte_tokenizer(), random.Random(seed)
+    words = ["".join(rng.choice("abcdefgh") for _ in range(rng.randint(1, 6))) for _ in range(40)]
+    splits = {}
+    for split, count in (("train", n_docs), ("val", 8)):
+        writer = ShardWriter(folder / "tokens", split, tokenizer.vocab_size, shard_tokens=3000)
+        for _ in range(count):
+            text = " ".join(rng.choice(words) for _ in range(rng.randint(3, 40)))
+            writer.add(np.array([tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]))
+        splits[split] = writer.close()
+    write_index(folder / "tokens", tokenizer, splits)
+    tokenizer.save(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+def command(data, out, *extra, processes=1):
+    launcher = [sys.executable] if processes == 1 else [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}",
+                                                          "--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+    return [*launcher, str(ROOT / "train.py"), f"--data_dir={data}", f"--out_dir={out}", *SHAPE, *extra]
+
+
+def train(data, out, *extra, processes=1, code=0):
+    done = subprocess.run(command(data, out, *extra, processes=processes), capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def losses(out):
+    return [record["loss"] for record in read_log(out / "pretrain") if "loss" in record]
+
+
+def weights(out, step):
+    return load_file(out / "pretrain" / f"step_{step:08d}" / "model.safetensors")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def kill_after(data, out, step, *extra):
+    """Starts a run and sends kill -9 once its log says that `step` is done; -> the last step that it logged."""
+    process = subprocess.Popen(command(data, out, *extra), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+    log, deadline = out / "pretrain" / "log.jsonl", time.time() + 200
+    while time.time() < deadline and process.poll() is None:
+        if log.exists() and log.read_bytes().count(b"\n") >= step:
+            break
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return log.read_bytes().count(b"\n")
+
+
+@pytest.mark.parametrize("mode", ["fp32 eager", "bf16 compiled"])
+def test_kill_and_resume_is_bit_identical(data, tmp_path, mode):
+    """With dropout, accumulation over two micro-batches, and a kill -9 at a random step, twice."""
+    extra = ["--max_steps=24", "--save_full=5", "--save_light=0", "--dropout=0.1", "--micro_batch_size=4", "--log_every=1"]
+    if mode == "bf16 compiled":
+        extra += ["--dtype=bf16", "--compile=True"]
+    train(data, tmp_path / "whole", *extra)
+    rng = random.Random(time.time())
+    steps = sorted(rng.sample(range(6, 23), 2))
+    kill_after(data, tmp_path / "torn", steps[0], *extra)
+    kill_after(data, tmp_path / "torn", steps[1] + 1, *extra)
+    train(data, tmp_path / "torn", *extra)
+    assert losses(tmp_path / "torn") == losses(tmp_path / "whole"), steps
+    assert same(weights(tmp_path / "torn", 24), weights(tmp_path / "whole", 24)), steps
+    attempts = {json.loads(line)["attempt"] for line in (tmp_path / "torn" / "pretrain" / "log.jsonl").read_text().splitlines()}
+    assert len(attempts) >= 2, "the kill came too late to test anything"
+    assert "already done" in train(data, tmp_path / "torn", *extra)
+
+
+def test_one_and_two_processes_give_the_same_losses(data, tmp_path):
+    extra = ["--max_steps=8"]
+    said = train(data, tmp_path / "one", *extra)
+    other = train(data, tmp_path / "two", *extra, processes=2)
+    assert "256 tokens = 1 x 4 x 2 x 32" in said and "256 tokens = 2 x 2 x 2 x 32" in other
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(one) == 8 and max(abs(a - b) for a, b in zip(one, two)) < 1e-5
+    assert one[-1] < one[0] - 0.5
+    a, b = weights(tmp_path / "one", 8), weights(tmp_path / "two", 8)
+    assert max((a[name] - b[name]).abs().max() for name in a) < 1e-4
+
+
+def test_any_split_into_micro_batches_is_the_same_step(data, tmp_path):
+    runs = {}
+    for size in (1, 8):
+        train(data, tmp_path / str(size), "--max_steps=3", f"--micro_batch_size={size}")
+        runs[size] = losses(tmp_path / str(size))
+    assert max(abs(a - b) for a, b in zip(*runs.values())) < 1e-6
+
+
+PATCHED = """
+import sys
+sys.path.insert(0, {root!r})
+import train
+from configurator import configure
+real, calls = train.token_losses, 0
+def poisoned(logits, targets):
+    global calls
+    calls += 1
+    losses = real(logits, targets)
+    return losses * float("nan") if calls in {calls} else losses
+train.token_losses = poisoned
+train.main(configure(vars(train)))
+"""
+
+
+def poisoned(tmp_path, data, out, calls, *extra):
+    script = tmp_path / "poisoned.py"
+    script.write_text(PATCHED.format(root=str(ROOT), calls=calls))
+    words = command(data, out, *extra)
+    words[1] = str(script)
+    return subprocess.run(words, capture_output=True, text=True, timeout=200, cwd=ROOT)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_reported(data, tmp_path):
+    done = poisoned(tmp_path, data, tmp_path / "out", {9}, "--max_steps=8")       # the first micro-batch of the third step
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step skipped" in done.stdout
+    records = {record["step"]: record for record in read_log(tmp_path / "out" / "pretrain")}
+    assert records[3]["skipped"] and len(records[3]["blocks"]) == 8 and "skipped" not in records[4]
+    assert all(torch.isfinite(w).all() for w in weights(tmp_path / "out", 8).values())
+
+
+def test_too_many_such_steps_end_the_run_with_the_last_good_checkpoint(data, tmp_path):
+    extra = ["--max_steps=30", "--save_full=2", "--save_light=2", "--max_bad_steps=3"]
+    done = poisoned(tmp_path, data, tmp_path / "out", set(range(17, 200)), *extra)
+    assert done.returncode == 2 and "3 steps in a row" in done.stderr
+    train(data, tmp_path / "good", "--max_steps=30", "--save_full=2", "--save_light=2", "--keep=0", "--max_bad_steps=3")
+    good = weights(tmp_path / "good", 4)
+    assert same(weights(tmp_path / "out", 4), good)                               # as it was
+    said = train(data, tmp_path / "out", *extra)                                  # and the run can go on from it
+    assert "pretrained model in" in said
+
+
+def refused(data, out, *extra, **kw):
+    return train(data, out, *extra, code=2, **kw)
+
+
+def test_no_data_names_the_commands(tmp_path):
+    done = subprocess.run([sys.executable, "train.py", "config/llama2_7b.py", f"--data_dir={tmp_path}/none", f"--out_dir={tmp_path}/out"],
+                          capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "python prepare_data.py config/llama2_7b.py" in done.stderr and "python train_tokenizer.py config/llama2_7b.py" in done.stderr
+
+
+def test_no_data_under_torchrun(tmp_path):
+    words = command(tmp_path / "none", tmp_path / "out", processes=2)
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode != 0 and done.stderr.count("no tokenizer") == 1        # one rank says it
+    assert "python prepare_data.py" in done.stderr
+
+
+def test_everything_wrong_is_said_at_once(data, tmp_path):
+    said = refused(data, tmp_path / "out", "--n_head=3", "--schedule=step", "--vocab_size=10", "--block_size=100000", "--dropout=2")
+    for part in ("n_head = 3", "schedule must be", "vocab_size = 10", "fewer than one block", "dropout must be"):
+        assert part in said
+    assert not (tmp_path / "out" / "pretrain" / "config.json").exists()
+    said = refused(data, tmp_path / "out", "--batch_tokens=300")
+    assert "multiple of block_size * micro_batch_size * processes = 32 * 2 * 1 = 64; set batch_tokens = 320" in said
+
+
+def test_another_tokenizer_is_refused_with_both_hashes(tmp_path):
+    folder = make_data(tmp_path / "data")
+    tokenizer = byte_tokenizer()
+    other = type(tokenizer)(tokenizer.ranks + [b"ab"], tokenizer.pattern, {name: id + 1 for name, id in tokenizer.specials.items()})
+    other.save(folder / "tokenizer")
+    said = refused(folder, tmp_path / "out")
+    assert tokenizer.hash in said and other.hash in said and "prepare_data.py" in said
+
+
+def test_other_settings_do_not_continue_a_run(data, tmp_path):
+    train(data, tmp_path / "out", "--max_steps=2")
+    said = refused(data, tmp_path / "out", "--max_steps=2", "--n_embd=48", "--seed=9")
+    assert "n_embd = 32, now it is 48" in said and "seed = 1, now it is 9" in said
+    said = refused(make_data(data.parent / "other", seed=5), tmp_path / "out", "--max_steps=4")
+    assert "max_steps" in said
+
+
+def test_other_data_does_not_continue_a_run(tmp_path):
+    folder = make_data(tmp_path / "data")
+    kill_after(folder, tmp_path / "out", 4, "--max_steps=4000", "--save_full=2")
+    make_data(tmp_path / "data", seed=5)
+    assert "was begun on other data" in refused(folder, tmp_path / "out", "--max_steps=4000", "--save_full=2")
+
+
+def test_a_folder_is_for_one_run_at_a_time(data, tmp_path):
+    process = subprocess.Popen(command(data, tmp_path / "out", "--max_steps=100000"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+    try:
+        log, deadline = tmp_path / "out" / "pretrain" / "log.jsonl", time.time() + 60
+        while not log.exists() and time.time() < deadline:
+            time.sleep(0.05)
+        assert "in use by process" in refused(data, tmp_path / "out", "--max_steps=100000")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_init_from_keeps_every_weight(data, tmp_path):
+    train(data, tmp_path / "first", "--max_steps=3")
+    start = tmp_path / "first" / "pretrain" / "step_00000003"
+    train(data, tmp_path / "second", "--max_steps=1", f"--init_from={start}", "--learning_rate=0", "--weight_decay=0")
+    assert same(weights(tmp_path / "second", 1), weights(tmp_path / "first", 3))
+    said = refused(data, tmp_path / "third", f"--init_from={start}", "--n_embd=64", "--n_inner=96")
+    assert "n_embd = 64" in said and "n_inner = 96" in said
+
+
+def test_data_that_ends_starts_again(tmp_path):
+    folder = make_data(tmp_path / "data", n_docs=6)
+    train(folder, tmp_path / "out", "--max_steps=12")
+    index = json.loads((folder / "tokens" / "index.json").read_text())
+    assert 12 * 256 > 3 * index["splits"]["train"]["n_tokens"]        # three epochs and more
+    assert len(losses(tmp_path / "out")) == 12
+
+
+def test_losses_are_split_by_target(data, tmp_path):
+    train(data, tmp_path / "out", "--max_steps=2")
+    record = read_log(tmp_path / "out" / "pretrain")[-1]
+    assert {"loss_ordinary", "loss_eos", "loss_bos", "loss_first", "val_bits_per_byte", "tokens_per_second", "data_seconds"} <= record.keys()
+
+
+def test_a_folder_that_can_not_be_written(data, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "cannot write" in refused(data, tmp_path / "file").lower()
+
+
+def test_cuda_asked_for_where_there_is_none(data, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert "sees no CUDA device" in refused(data, tmp_path / "out", "--device=cuda")
