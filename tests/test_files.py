@@ -106,6 +106,7 @@ from engine.files import write_json
 n = 0
 while True:
     write_json(sys.argv[1], {"n": n, "filling": [n] * 20000})
+    print(n, flush=True)
     n += 1
 """
 
@@ -113,15 +114,14 @@ while True:
 def test_kill_9_leaves_the_old_or_the_new(tmp_path, root):
     path = tmp_path / "a.json"
     for attempt in range(4):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(root)])
-        while not path.exists() and writer.poll() is None:
-            time.sleep(0.01)
-        time.sleep(0.05 + 0.037 * attempt)
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
+        command = [sys.executable, "-c", WRITER, str(path), str(root)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            while writer.stdout.readline() != "2\n":     # it is in full swing
+                pass
+            time.sleep(0.013 * attempt)
+            writer.send_signal(signal.SIGKILL)
         found = json.loads(path.read_text())     # not read_json: no mercy for a half file
-        assert found["filling"] == [found["n"]] * 20000
-    assert found["n"] > 0
+        assert found["n"] >= 2 and found["filling"] == [found["n"]] * 20000
 
 
 def test_sha256(tmp_path):
