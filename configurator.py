@@ -44,7 +44,8 @@ ROOT = Path(__file__).resolve().parent
 # config hash, so two runs with one hash are the same experiment. A key that is not listed counts as changing results.
 RESULT_FREE = [
     "data_dir", "out_dir",                                                        # folders
-    "log_every", "eval_every", "eval_blocks", "save_light", "save_full", "keep",  # intervals, and how much to look at
+    "log_every", "eval_every", "save_light", "save_full", "keep",                 # intervals
+    "eval_blocks", "eval_conversations", "show",                                  # how much to look at
     "device", "threads", "workers",                                               # machines
     "micro_batch_size",      # the loss is a sum over the global batch, so any split of it has the same gradient
     "max_bad_steps",         # when to give up

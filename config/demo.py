@@ -7,3 +7,7 @@ Keys at the top are for every script that has them; a dict named like a script i
 """
 data_dir = "data/demo"
 out_dir = "out/demo"
+
+# The documents are Python's own documentation. It is no prose: Gopher's rules would keep about one page in 600, so the
+# guards alone decide here.
+prepare_data = dict(corpus="pydoc")

@@ -1,8 +1,9 @@
 """
 Runs the stages one after the other and records what each took; runs/demo.sh calls this.
 
-    python runs/chain.py [config/demo.py] [more config files] [--key=value for keys that all stages have]
+    python runs/chain.py [config/demo.py] [more config files] [--key=value of train.py's keys, such as --out_dir=out/two]
 
+An override goes to every stage that has the key; what is for one stage alone is better written in a config file.
 Every stage decides by itself whether it is done, to be continued, or to be begun, so this list knows nothing of that.
 Appends to out_dir/timing.jsonl one line per call that did something: stage, wall and CPU seconds, exit status. The time
 of a stage is the sum of its calls up to the one that finished (runs/report.py adds them up); a call that found its stage
@@ -20,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from configurator import configure
+from configurator import configure, read_schema
 from engine.files import FORMAT_VERSION
 
 STAGES = [
@@ -66,11 +67,17 @@ def run(command):
     return status, time.time() - start, cpu
 
 
+def words_for(script, arguments):
+    """The config files, and those overrides that the script knows."""
+    keys = read_schema(ROOT / script)
+    return [word for word in arguments if not word.startswith("--") or word[2:].partition("=")[0] in keys]
+
+
 def main(arguments):
     if not any(word.endswith(".py") for word in arguments):
         arguments = ["config/demo.py", *arguments]
-    import_free = {"__file__": str(ROOT / "train.py"), "__doc__": __doc__}     # its keys, without importing torch here
-    config = configure(import_free, arguments)
+    # train.py's keys, by its name only: importing it would import torch.
+    config = configure({"__file__": str(ROOT / "train.py"), "__doc__": __doc__}, arguments)
     out = Path(config.out_dir)
     timing = out / "timing.jsonl"
     out.mkdir(parents=True, exist_ok=True)
@@ -79,7 +86,7 @@ def main(arguments):
         print(f"\n=== {number}/{len(STAGES)}  {script}: {sentence}", flush=True)
         timing.touch()     # the file system's own clock, which may lag behind time.time()
         start = timing.stat().st_mtime
-        status, wall, cpu = run([sys.executable, str(ROOT / script), *arguments])
+        status, wall, cpu = run([sys.executable, str(ROOT / script), *words_for(script, arguments)])
         if stage != "report" and newest_change([config.data_dir, out]) > start:
             line = {"format_version": FORMAT_VERSION, "stage": stage, "wall_seconds": round(wall, 2),
                     "cpu_seconds": round(cpu, 2), "exit": status}
@@ -91,7 +98,7 @@ def main(arguments):
             print(f"\n{script} {reason}. What is done stays done; to continue:  {again}", file=sys.stderr)
             raise SystemExit(128 - status if status < 0 else status)
     print(f"\n{time.time() - begin:.0f} seconds in this call. Talk to the model:\n\n"
-          f"  .venv/bin/python sample.py {' '.join(arguments)}\n")
+          f"  .venv/bin/python sample.py {' '.join(words_for('sample.py', arguments))} --chat=True\n")
 
 
 if __name__ == "__main__":

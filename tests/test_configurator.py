@@ -360,11 +360,6 @@ def test_our_own_config_files_fit_our_own_scripts(script, path):
     configure({"__file__": str(configurator.ROOT / f"{script}.py")}, [str(path)])
 
 
-def test_our_own_keys_all_have_a_help_text():
-    silent = [f"{script}.{key.name}" for script, schema in OURS.items() for key in schema.values() if not key.comment]
-    assert silent == []
-
-
 def test_lists_name_real_keys():
     """A key in the two lists that no script has is a typo, or was renamed: then the hash would silently change."""
     if not STAGES <= set(OURS):
