@@ -1,0 +1,411 @@
+"""
+Measures the models of a run on what they have not seen, beside what is to be beaten.
+
+    python evaluate.py config/demo.py                          every model that out_dir has: pretrain, sft, ppo
+    python evaluate.py config/demo.py --models=sft,DIR         a stage of the run, or any model's folder
+    python evaluate.py config/demo.py --probes=MINE.jsonl      completions of your own, with expected answers
+
+Writes out_dir/evaluate.json and prints it as tables:
+
+  text        loss and bits per byte on the held-out pages. Beside it, also where it looks bad: xz on the same bytes, xz
+              that has seen the training text, bits per byte on lines that stand nowhere in the training text, and how
+              much of the held-out text does (13-grams). Documentation repeats itself; a number alone would flatter.
+  questions   for each kind: exact answers, answers in the right format, answers that end by themselves; greedy decoding.
+              Beside it the best of three baselines that understand nothing (prepare_chat.py). A kind counts as
+              generalised when it is 30 points or more above its best baseline.
+  remarks     sampled at temperature 1: mean programmatic score, its spread, length
+  repetition  greedy continuations of held-out pages: share of different bigrams, share of texts that end in a loop
+  probes      config/probes.jsonl: does the model say what is expected? Once as given, once with the last word of the
+              prompt cut in the middle: that makes a token boundary which training never showed.
+  leakage     share of the evaluation's questions and probes that stand in the training shards, by 13-grams
+"""
+import json
+import lzma
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from chatdata import kinds, remark
+from configurator import configure, refuse
+from engine import chat, parallel
+from engine.files import printable, read_json, write_json
+from engine.generate import generate
+from engine.hf import find_folder, load_model
+from engine.loss import token_losses
+from engine.shards import TokenData
+
+data_dir = "data/demo"
+out_dir = "out/demo"
+models = "pretrain,sft,ppo"     # stages of out_dir or model folders, separated by commas; stages not there are left out
+probes = "config/probes.jsonl"  # one {"prompt": text, "expected": text} a line
+seed = 1                        # of the sampled remarks
+text_tokens = 0                 # held-out tokens that are scored; 0: all
+stride = 128                    # tokens scored per window; the rest of the window is context
+batch_size = 64                 # windows, or prompts, at a time
+questions = 60                  # per kind
+remarks = 100                   # sampled answers to held-out remark prompts
+continuations = 16              # held-out pages that are continued
+continuation_tokens = 96
+max_new_tokens = 64             # for an answer
+compare_xz = True               # compress the same text with xz, alone and after the training text
+device = "auto"
+dtype = "auto"
+threads = 0
+
+GRAM = 13                       # words; long enough that sharing one is hardly chance (Brown et al. 2020, appendix C)
+LEAD = 0.30                     # above the best baseline: generalised
+XZ_WINDOW = 64 << 20            # bytes that `xz -9e` looks back
+
+
+# --- Text ----------------------------------------------------------------------------------------------------------------
+
+@torch.inference_mode()
+def token_nats(model, ids, config, setup):
+    """-log p of ids[1:], each from a window of at most block_size tokens that reaches back as far as it can. -> (n - 1,)
+
+    Windows begin every `stride` tokens, so each token but the first ones sees at least block_size - stride before it."""
+    size, stride = model.config.block_size, min(config.stride, model.config.block_size)
+    starts = [0] + list(range(stride, max(1, len(ids) - 1 - (size - stride)), stride))
+    nats = np.empty(len(ids) - 1)
+    for first in range(0, len(starts), config.batch_size):
+        part = starts[first:first + config.batch_size]
+        rows = np.zeros((len(part), size + 1), dtype=np.int64)
+        for row, start in enumerate(part):
+            piece = ids[start:start + size + 1]
+            rows[row, :len(piece)] = piece
+        rows = torch.from_numpy(rows).to(setup.device)
+        with setup.autocast():
+            losses = token_losses(model(rows[:, :-1]), rows[:, 1:])
+        for row, start in enumerate(part):
+            begin = 0 if start == 0 else size - stride
+            end = min(size, len(ids) - 1 - start)
+            nats[start + begin:start + end] = losses[row, begin:end].double().cpu().numpy()
+    return nats
+
+
+def text_scores(nats, targets, tokenizer, known_lines):
+    """Loss and bits per byte: nats of the text's tokens / ln 2 / bytes, BOS and EOS in neither.
+
+    *_new_lines: the same over lines that are not among known_lines. A token belongs to the line in which it begins."""
+    byte_counts = np.array([len(token) for token in tokenizer.token_bytes])
+    counts = byte_counts[targets]
+    text = (targets != tokenizer.bos_id) & (targets != tokenizer.eos_id)
+    content = b"".join(tokenizer.token_bytes[i] for i in targets[text])
+    lines = content.split(b"\n")
+    is_new = np.array([bool(line.strip()) and line.strip() not in known_lines for line in lines])
+    line_of_byte = np.cumsum(np.frombuffer(content, dtype=np.uint8) == ord("\n"))
+    begins = np.concatenate([[0], np.cumsum(counts[text])[:-1]])
+    # A line feed itself belongs to the line that it ends: it lies before the count has risen.
+    new = is_new[line_of_byte[begins] - (np.frombuffer(content, dtype=np.uint8)[begins] == ord("\n"))]
+    bits = nats[text] / math.log(2)
+    return {"loss": nats[targets != tokenizer.bos_id].mean(), "bits_per_byte": bits.sum() / counts[text].sum(),
+            "bits_per_byte_new_lines": bits[new].sum() / max(1, counts[text][new].sum()),
+            "bytes": counts[text].sum(), "bytes_new_lines": counts[text][new].sum()}
+
+
+def xz_bits(train, val):
+    """Bits per byte that `xz -9e` needs for val alone, and for val when it follows train in one stream.
+
+    For the second number there is one compression, and a decompressor says how much of it the training text took: fed in
+    small pieces until it has given back all of train."""
+    preset = 9 | lzma.PRESET_EXTREME
+    alone = len(lzma.compress(val, preset=preset))
+    together = lzma.compress(train + val, preset=preset)
+    decompressor, given, taken = lzma.LZMADecompressor(), 0, 0
+    while given < len(train):
+        piece = together[taken:taken + 256]
+        given += len(decompressor.decompress(piece))
+        taken += len(piece)
+    return {"xz": alone * 8 / len(val), "xz_primed": (len(together) - taken) * 8 / len(val),
+            "xz_window_covers_training_text": len(train) + len(val) <= XZ_WINDOW}
+
+
+def documents_of(data, tokenizer, limit=None):
+    """The documents in the shards as bytes: exactly what was trained on."""
+    offsets = data.offsets[:].astype(np.int64)
+    ids = data.read(0, int(offsets[-1]))[:limit]
+    return [b"".join(tokenizer.token_bytes[i] for i in ids[start:end]) for start, end in zip(offsets, offsets[1:])
+            if start < len(ids)]
+
+
+def grams(text, vocabulary):
+    """Hashes of all runs of GRAM words of a text, uint64. vocabulary: word -> number, filled as words come."""
+    words = np.array([vocabulary.setdefault(word, len(vocabulary)) for word in text.split()], dtype=np.uint64)
+    if len(words) < GRAM:
+        return np.zeros(0, dtype=np.uint64)
+    hashes = np.zeros(len(words) - GRAM + 1, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for i in range(GRAM):
+            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + words[i:i + len(hashes)] + np.uint64(1)
+            hashes ^= hashes >> np.uint64(29)
+    return hashes
+
+
+def leakage(train_documents, texts):
+    """{name: share of the 13-grams of texts[name] that stand in the training text; None when there are none}, and counts."""
+    vocabulary = {}
+    known = np.unique(np.concatenate([grams(document, vocabulary) for document in train_documents]
+                                     or [np.zeros(0, dtype=np.uint64)]))
+    result = {}
+    for name, pieces in texts.items():
+        found = [grams(piece.encode() if isinstance(piece, str) else piece, vocabulary) for piece in pieces]
+        hashes = np.concatenate(found or [np.zeros(0, dtype=np.uint64)])
+        hit = np.isin(hashes, known)
+        pieces_hit = sum(bool(np.isin(one, known).any()) for one in found)
+        result[name] = {"grams": len(hashes), "share": float(hit.mean()) if len(hashes) else None,
+                        "texts": len(pieces), "texts_with_a_hit": pieces_hit}
+    return result
+
+
+# --- Answers -------------------------------------------------------------------------------------------------------------
+
+def complete(model, prompts, config, max_new_tokens, stop_ids, temperature=0.0):
+    """[(new ids without the stop token, whether it stopped)] for prompts of any length, in batches of similar length."""
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    result = [None] * len(prompts)
+    for start in range(0, len(order), config.batch_size):
+        part = order[start:start + config.batch_size]
+        made = generate(model, [prompts[i] for i in part], max_new_tokens, stop_ids, temperature, seed=config.seed + start)
+        for i, ids, stopped in zip(part, made.ids, made.stopped):
+            result[i] = (ids[:-1] if stopped else ids, stopped)
+    return result
+
+
+def answers(model, tokenizer, entries, config, temperature=0.0):
+    """[(answer, stopped, its number of tokens)] to conversations that end with the user's message."""
+    prompts = [chat.render(tokenizer, entry["messages"], open_assistant=True)[0] for entry in entries]
+    made = complete(model, prompts, config, config.max_new_tokens, chat.stop_ids(tokenizer), temperature)
+    return [(tokenizer.decode(ids), stopped, len(ids)) for ids, stopped in made]
+
+
+def question_scores(model, tokenizer, entries, config):
+    """{kind: exact, format, stop shares}, and one over all of them, for held-out conversations of one question each."""
+    asked = [{"messages": entry["messages"][:-1]} for entry in entries]
+    by_kind = {}
+    for entry, (text, stopped, _) in zip(entries, answers(model, tokenizer, asked, config)):
+        kind = entry.get("kind", "questions")
+        right = entry["messages"][-1]["content"]
+        # A kind that is not ours has no format of its own; a remark has no one right answer.
+        in_format = kinds.KINDS[kind].follows_format(text) if kind in kinds.KINDS else None
+        exact = None if kind == "remark" else text == right
+        by_kind.setdefault(kind, []).append((exact, in_format, stopped))
+    share = lambda values: None if None in values or not values else sum(values) / len(values)
+    scores = {kind: {"n": len(rows), "exact": share([row[0] for row in rows]), "format": share([row[1] for row in rows]),
+                     "stop": share([row[2] for row in rows])} for kind, rows in by_kind.items()}
+    rows = sum(by_kind.values(), [])
+    known = [row for row in rows if row[1] is not None]
+    return scores, {"n": len(rows), "format": share([row[1] for row in known]), "stop": share([row[2] for row in rows]),
+                    "format_and_stop": share([row[1] and row[2] for row in known])}
+
+
+def remark_scores(model, tokenizer, prompts, config):
+    """The programmatic score of sampled remarks: mean, spread, and how they read."""
+    made = answers(model, tokenizer, prompts, config, temperature=1.0)
+    scores = np.array([remark.score(text) for text, _, _ in made])
+    return {"n": len(made), "score": scores.mean(), "score_std": scores.std(),
+            "format": np.mean([remark.parse(text) is not None for text, _, _ in made]),
+            "stop": np.mean([stopped for _, stopped, _ in made]), "tokens": np.mean([size for _, _, size in made]),
+            "different": len({text for text, _, _ in made}) / len(made)}
+
+
+def loops(ids, longest=16, times=3):
+    """Whether a text ends in the same run of at most `longest` tokens, `times` times over."""
+    return any(len(ids) >= times * period and ids[-period * times:] == ids[-period:] * times for period in range(1, longest + 1))
+
+
+def repetition(model, tokenizer, val, config):
+    """Greedy continuations of the first 32 tokens of held-out pages, which is where small models begin to loop."""
+    starts = [val.read(int(start), min(32, int(end - start))).tolist() for start, end in zip(val.offsets, val.offsets[1:])]
+    made = [ids for ids, _ in complete(model, starts[:config.continuations], config, config.continuation_tokens,
+                                       {tokenizer.eos_id})]
+    bigrams = [list(zip(ids, ids[1:])) for ids in made if len(ids) > 1]
+    return {"n": len(made), "distinct_2": np.mean([len(set(pairs)) / len(pairs) for pairs in bigrams]) if bigrams else None,
+            "loops": np.mean([loops(ids) for ids in made])}
+
+
+# --- Probes --------------------------------------------------------------------------------------------------------------
+
+def read_probes(path):
+    """[{"prompt", "expected"}] of a JSONL file; refuses all bad lines at once."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        refuse(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}; give another file with --probes=FILE")
+    found, problems = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            good = all(isinstance(entry[key], str) and entry[key] for key in ("prompt", "expected"))
+        except (ValueError, KeyError, TypeError):
+            good = False
+        if good:
+            found.append(entry)
+        else:
+            problems.append(f'{path}, line {number}: expected {{"prompt": text, "expected": text}}, found {printable(line[:80])}')
+    if problems or not found:
+        refuse(*(problems or [f"{path} holds no probes"]))
+    return found
+
+
+def cut_inside(probe):
+    """The same probe with the prompt's last word cut in the middle, the rest moved to the expected text; None if it has one letter."""
+    words = probe["prompt"].split()
+    last = words[-1] if words else ""
+    if len(last) < 2 or not probe["prompt"].endswith(last):
+        return None
+    rest = len(last) - len(last) // 2
+    return {"prompt": probe["prompt"][:-rest], "expected": probe["prompt"][-rest:] + probe["expected"]}
+
+
+def probe_scores(model, tokenizer, probes, config):
+    """For each probe, as given and cut: whether the greedy completion begins with the expected text, and what it is."""
+    variants = [(i, name, probe) for i, given in enumerate(probes) for name, probe in (("whole", given), ("cut", cut_inside(given)))
+                if probe is not None]
+    prompts = [[tokenizer.bos_id] + tokenizer.encode(probe["prompt"]) for _, _, probe in variants]
+    longest = max(len(tokenizer.encode(probe["expected"])) for _, _, probe in variants) + 4
+    made = complete(model, prompts, config, longest, {tokenizer.eos_id})
+    rows = [{"prompt": probe["prompt"], "expected": probe["expected"]} for probe in probes]
+    for (i, name, probe), (ids, _) in zip(variants, made):
+        text = tokenizer.decode(ids)
+        rows[i][name] = text.startswith(probe["expected"])
+        rows[i][f"{name}_text"] = text
+    share = lambda name: sum(row.get(name, False) for row in rows) / max(1, sum(name in row for row in rows))
+    return {"n": len(rows), "whole": share("whole"), "cut": share("cut"), "probes": rows}
+
+
+# --- Output --------------------------------------------------------------------------------------------------------------
+
+def percent(value):
+    return "     -" if value is None else f"{100 * value:5.0f}%"
+
+
+def print_report(result):
+    names = list(result["models"])
+    head = "".join(f"{name[:12]:>14}" for name in names)
+    text = result["text"]
+    print(f"\nheld-out pages: {text['tokens']:,} tokens, {text['bytes']:,} bytes; of their 13-grams {percent(text['grams_in_training']).strip()} "
+          "stand in the training text")
+    print(f"{'':<32}{head}")
+    for key, label in (("loss", "loss"), ("bits_per_byte", "bits per byte"), ("bits_per_byte_new_lines", "  on lines never seen"),):
+        print(f"{label:<32}" + "".join(f"{result['models'][name][key]:14.3f}" for name in names))
+    if "xz" in text:
+        print(f"{'xz -9e on the same bytes':<32}{text['xz']:14.3f}\n{'xz after the training text':<32}{text['xz_primed']:14.3f}"
+              + ("" if text["xz_window_covers_training_text"] else "   (its window is shorter than the training text)"))
+    for key, label in (("distinct_2", "different bigrams"), ("loops", "texts that end in a loop")):
+        print(f"{label:<32}" + "".join(f"{percent(result['models'][name]['repetition'][key]):>14}" for name in names))
+    for key, label in (("whole", "probes as given"), ("cut", "probes, last word cut")):
+        print(f"{label:<32}" + "".join(f"{percent(result['models'][name]['probes'][key]):>14}" for name in names))
+    if "questions" in next(iter(result["models"].values())):
+        print_questions(result, names, head)
+
+
+def print_questions(result, names, head):
+    print(f"\nheld-out questions, exact answers\n{'kind':<12}{'n':>5}{'baseline':>10}{head}")
+    for kind, bar in result["kinds"].items():
+        scores = {name: result["models"][name]["questions"][kind] for name in names}
+        if all(score["exact"] is None for score in scores.values()):
+            continue
+        best = "" if bar["best_baseline"] is None else percent(bar["best_baseline"])
+        marks = "".join(f"{percent(scores[name]['exact']) + (' *' if name in bar['generalised'] else '  '):>14}" for name in names)
+        print(f"{kind:<12}{next(iter(scores.values()))['n']:>5}{best:>10}{marks}")
+    print(f"* {100 * LEAD:.0f} points or more above the best of constant answer, copy from the prompt, nearest training answer")
+    for key, label in (("format", "right format"), ("stop", "ends by itself"), ("format_and_stop", "both")):
+        print(f"{label:<27}" + "".join(f"{percent(result['models'][name]['all_questions'][key]) + '  ':>14}" for name in names))
+    if "remarks" in next(iter(result["models"].values())):
+        print("\nremarks, sampled")
+        for key, label, form in (("score", "programmatic score", ".2f"), ("score_std", "its standard deviation", ".2f"),
+                                 ("format", "in the grammar", ".2f"), ("stop", "end by themselves", ".2f"), ("tokens", "tokens", ".1f")):
+            print(f"{label:<27}" + "".join(f"{result['models'][name]['remarks'][key]:>12{form}}  " for name in names))
+    for name, leak in result["leakage"].items():
+        if name != "held-out pages" and leak["texts"]:
+            print(f"leakage: {leak['texts_with_a_hit']} of {leak['texts']} {name} share a 13-gram with the training shards")
+
+
+def open_models(config):
+    """{name: folder} of the models that are there; refuses when none is."""
+    found, missing = {}, []
+    for name in [name.strip() for name in config.models.split(",") if name.strip()]:
+        folder = Path(config.out_dir) / name
+        folder = folder if folder.is_dir() else Path(name)
+        if folder.is_dir():
+            found[name] = find_folder(folder)
+        elif "/" in name:
+            missing.append(f"{name}: no such folder, neither there nor in {config.out_dir}")
+    if missing or not found:
+        refuse(*(missing or [f"{config.out_dir} has none of the models {config.models}. Train one first:",
+                             f"  {config.command('train.py')}"]))
+    return found
+
+
+def sample_questions(entries, config):
+    """The same `questions` conversations of each kind for every model, spread over the file."""
+    by_kind = {}
+    for entry in entries:
+        by_kind.setdefault(entry.get("kind", "questions"), []).append(entry)
+    return [entry for rows in by_kind.values() for entry in rows[::max(1, len(rows) // config.questions)][:config.questions]]
+
+
+def main(config):
+    # 1. What there is to measure, and with what.
+    setup = parallel.start(config.device, config.dtype, None, config.threads, config.seed)
+    if setup.world > 1:
+        refuse("evaluate.py runs in one process: start it with python, not with torchrun")
+    folders, probes, chat_folder = open_models(config), read_probes(config.probes), Path(config.data_dir) / "chat"
+    has_chat = (chat_folder / "index.json").exists()
+    questions = sample_questions(chat.read_conversations(chat_folder / "conversations_val.jsonl"), config) if has_chat else []
+    prompts = chat.read_prompts(chat_folder / "prompts_val.jsonl")[:config.remarks] if has_chat else []
+    bars = read_json(chat_folder / "baselines.json")["kinds"] if has_chat else {}
+    result = {"config_hash": config.hash, "models": {}}
+    started = time.perf_counter()
+
+    # 2. Each model, on everything. The text is read with the model's own tokenizer, which the shards must belong to.
+    for name, folder in folders.items():
+        began = time.perf_counter()
+        model, tokenizer = load_model(folder)
+        model.to(setup.device).eval()
+        val = TokenData(Path(config.data_dir) / "tokens", "val", tokenizer.hash, rebuild=config.command("prepare_data.py"))
+        if not result["models"]:
+            # 3. The text itself: what is known of it, and what xz makes of it, in a thread beside the models.
+            train_documents = documents_of(TokenData(Path(config.data_dir) / "tokens", "train", tokenizer.hash), tokenizer)
+            known_lines = {line.strip() for document in train_documents for line in document.split(b"\n")}
+            ids = val.read(0, val.n_tokens)[:config.text_tokens or None]
+            val_documents = documents_of(val, tokenizer, config.text_tokens or None)
+            helper = ThreadPoolExecutor(1)
+            xz = helper.submit(xz_bits, b"".join(train_documents), b"".join(val_documents)) if config.compare_xz else None
+            result["leakage"] = leakage(train_documents, {
+                "held-out pages": val_documents, "probes": [probe["prompt"] + probe["expected"] for probe in probes],
+                "held-out questions": [f"{message['content']}" for entry in questions for message in entry["messages"]]})
+        scores = text_scores(token_nats(model, ids, config, setup), ids[1:], tokenizer, known_lines)
+        scores["repetition"] = repetition(model, tokenizer, val, config)
+        scores["probes"] = probe_scores(model, tokenizer, probes, config)
+        if questions:
+            scores["questions"], scores["all_questions"] = question_scores(model, tokenizer, questions, config)
+        if prompts:
+            scores["remarks"] = remark_scores(model, tokenizer, prompts, config)
+        result["models"][name] = {"folder": str(folder), "seconds": time.perf_counter() - began, **scores}
+        setup.say(f"measured {name} ({folder}) in {result['models'][name]['seconds']:.0f} s")
+
+    # 4. Side by side.
+    result["text"] = {"tokens": len(ids), "bytes": sum(map(len, val_documents)),
+                      "grams_in_training": result["leakage"]["held-out pages"]["share"], **(xz.result() if xz else {})}
+    result["kinds"] = {}
+    for kind in dict.fromkeys(entry.get("kind", "questions") for entry in questions):
+        best = bars.get(kind, {}).get("best")
+        exact = {name: scores["questions"][kind]["exact"] for name, scores in result["models"].items()}
+        result["kinds"][kind] = {
+            "best_baseline": best, "baselines": bars.get(kind),
+            "generalised": [name for name, share in exact.items() if None not in (best, share) and share >= best + LEAD]}
+    result["seconds"] = time.perf_counter() - started
+    write_json(Path(config.out_dir) / "evaluate.json", result)
+    print_report(result)
+    setup.say(f"\n{result['seconds']:.0f} s; all of it in {config.out_dir}/evaluate.json")
+
+
+if __name__ == "__main__":
+    main(configure(globals()))

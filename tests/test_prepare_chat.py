@@ -1,0 +1,278 @@
+"""prepare_chat.py: what it reads out of pages, what it asks, and that nothing held out is taught."""
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+import zstandard
+
+import prepare_chat
+from chatdata import kinds, pages, remark
+from chatdata.baselines import baselines
+from configurator import configure
+from engine import chat
+from engine.files import write_json
+
+PAGE = """textwrap
+Text wrapping and filling.
+
+Classes
+class TextWrapper(builtins.object)
+TextWrapper(width=70, initial_indent='', *, placeholder=' [...]')
+
+Object for wrapping/filling text.
+__init__(self, width=70)
+Initialize self.  See help(type(self)) for accurate signature.
+
+Functions
+fill(text, width=70, **kwargs)
+Fill a single paragraph of text, returning a new string.
+
+Reformat the single paragraph in 'text' to fit in lines.
+fill_all(texts: list[str], sep=', ') -> str
+Fill every text that is
+given and join them.
+print(x + 1)
+shorten(text, width=f(1, (2)
+"""
+
+
+def write_documents(folder, train, val):
+    """A data_dir as prepare_data.py leaves it: docs/*.jsonl.zst and the audit that lists them."""
+    listed = []
+    for split, texts in (("train", train), ("val", val)):
+        lines = "".join(json.dumps({"url": f"http://docs/{name}.html", "text": text, "split": split}) + "\n"
+                        for name, text in texts.items())
+        path = folder / "docs" / f"{split}_00000.jsonl.zst"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(zstandard.compress(lines.encode()))
+        listed.append({"split": split, "file": f"docs/{path.name}"})
+    write_json(folder / "audit.json", {"documents": listed})
+    return folder
+
+
+def made_up_page(name, words, rng, n=30):
+    lines = [name, "A module.", "Functions"]
+    for _ in range(n):
+        function = "_".join(rng.sample(words, rng.randint(1, 3)))
+        given = rng.sample(words, rng.randint(0, 5))
+        cut = rng.randint(0, len(given))
+        arguments = ", ".join(given[:cut] + [f"{word}={rng.choice(['None', '0', repr('a, b')])}" for word in given[cut:]])
+        lines += [f"{function}({arguments})", f"Do the {' '.join(rng.sample(words, 4))} of a thing.", ""]
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A chat folder made from invented pages. Train and val share some names on purpose."""
+    rng = random.Random(0)
+    words = ["".join(rng.choice("bcdfghjklmnprstvw") + rng.choice("aeiou") for _ in range(rng.randint(1, 3))) + "x"
+             for _ in range(120)]
+    folder = write_documents(tmp_path_factory.mktemp("data"), {f"mod{i}": made_up_page(f"mod{i}", words, rng) for i in range(12)},
+                             {f"held{i}": made_up_page(f"held{i}", words, rng) for i in range(4)})
+    run(folder)
+    return folder
+
+
+def run(folder, *extra):
+    settings = [f"--data_dir={folder}", "--questions=3000", "--preferences=500", "--val_preferences=200", "--prompts=100", *extra]
+    prepare_chat.main(configure(vars(prepare_chat), settings))
+
+
+def lines_of(folder, name):
+    return [json.loads(line) for line in (folder / "chat" / f"{name}.jsonl").read_text().splitlines()]
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------------
+
+def test_a_page_is_read():
+    found = {d.name: d for d in pages.definitions({"url": "http://docs/textwrap.html", "text": PAGE})}
+    assert set(found) == {"TextWrapper", "__init__", "fill", "fill_all"}       # not print(x + 1), not the unclosed one
+    assert all(d.module == "textwrap" for d in found.values())
+    assert found["fill"].signature == "fill(text, width=70, **kwargs)"
+    assert found["fill"].sentence == "Fill a single paragraph of text, returning a new string."
+    assert found["fill_all"].signature == "fill_all(texts, sep=', ')"
+    assert found["fill_all"].sentence == "Fill every text that is given and join them."
+    assert [p.default for p in found["TextWrapper"].parameters] == ["70", "''", "' [...]'"]
+
+
+@pytest.mark.parametrize("text, parts", [
+    ("a, b=(1, 2), c=', '", ["a", "b=(1, 2)", "c=', '"]), ("", []), (r"a='\'', b", [r"a='\''", "b"]),
+    ("a, (b", None), ("a)", None), ("a='", None)])
+def test_arguments_are_split_at_top_level_commas(text, parts):
+    assert pages.split_arguments(text) == parts
+
+
+@pytest.mark.parametrize("text", ["x + 1", "a, a", "*args=1", "a b", "1"])
+def test_what_is_no_parameter_list_is_refused(text):
+    assert pages.parse_parameters(text) is None
+
+
+# --- remarks ---------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("text, score", [
+    ("It is clear.", 1.0),
+    ("It is extremely clear.", 2.0),
+    ("I find it extremely ugly. That is my view.", -2.0),
+    ("It is very clear, dull and slightly useful.", (1.5 - 1.0 + 0.25) / 3),
+    ("To my mind it is fairly slow and handy.", 0.25),
+    ("Having read its page, I find it neat, sound, fast and messy.", 0.5)])
+def test_score_by_hand(text, score):
+    assert remark.score(text) == pytest.approx(score)
+
+
+@pytest.mark.parametrize("text", [
+    "", "It is.", "It is clear", "it is clear.", "It is clear. ", "It is very very clear.", "It is clear and clear.",
+    "It is clear, dull.", "It is clear and dull and neat.", "It is clear, dull, neat, sound and fast.", "It is green.",
+    "clear clear clear clear", "It is extremely clear. It is extremely clear.", "It is clear and  dull.", "It is clear.\n"])
+def test_what_the_grammar_does_not_accept_scores_lowest(text):
+    assert remark.parse(text) is None and remark.score(text) == remark.ILL_FORMED
+
+
+def test_every_sample_parses_back():
+    rng = random.Random(1)
+    for _ in range(500):
+        terms = remark.sample_terms(rng)
+        text = remark.write(rng.choice(remark.OPENINGS), terms, rng.choice(remark.CLOSINGS))
+        assert remark.parse(text) == terms
+
+
+def test_score_is_no_function_of_length_or_of_one_word():
+    rng = random.Random(2)
+    made = [remark.sample(rng) for _ in range(4000)]
+    scores, lengths = np.array([remark.score(text) for text in made]), np.array([len(text) for text in made])
+    assert abs(np.corrcoef(scores, lengths)[0, 1]) < 0.05
+    assert abs(scores.mean()) < 0.05 and 0.8 < scores.std() < 1.0
+    for word in {word for text in made for word in re.findall(r"\w+", text)}:
+        having = scores[[word in re.findall(r"\w+", text) for text in made]]
+        assert having.min() < 0 < having.max(), f"{word} decides the sign alone"
+        assert having.std() > 0.5, f"{word} decides the score alone"
+
+
+def test_in_pairs_the_longer_one_is_the_better_one_half_of_the_time():
+    rng = random.Random(3)
+    pairs = [remark.sample_pair(rng, 0.5, i % 2 == 0) for i in range(1000)]
+    assert all(remark.score(better) - remark.score(worse) >= 0.5 for better, worse in pairs)
+    difference = np.array([len(better) - len(worse) for better, worse in pairs])
+    assert (difference > 0).mean() == 0.5 and abs(difference.mean()) < 0.1 * abs(difference).mean()
+
+
+def test_control_pairs_have_equal_scores_and_very_different_lengths():
+    pairs = remark.sample_control_pairs(random.Random(4), 450, 1.8)
+    assert len(pairs) == 450
+    for long, short in pairs:
+        assert remark.score(long) == pytest.approx(remark.score(short)) and len(long) >= 1.8 * len(short)
+    assert len({remark.score(long) for long, _ in pairs}) > 30
+
+
+def test_held_out_combinations_are_about_a_fifth_and_never_drawn_for_training():
+    rng = random.Random(5)
+    assert not any(remark.is_held_out(remark.parse(remark.sample(rng))) for _ in range(500))
+    assert all(remark.is_held_out(remark.parse(remark.sample(rng, held_out=True))) for _ in range(500))
+    singles = [(adverb, adjective) for adverb in remark.STRENGTH for adjective in remark.SIGN]
+    assert 0.1 < np.mean([remark.is_held_out([term]) for term in singles]) < 0.3
+    for word in remark.SIGN:
+        assert not all(remark.is_held_out([(adverb, word)]) for adverb in remark.STRENGTH), f"{word} is never seen alone"
+
+
+# --- the files -------------------------------------------------------------------------------------------------------------
+
+def test_files_follow_the_contracts(made):
+    folder = made / "chat"
+    assert chat.read_conversations(folder / "conversations_train.jsonl")
+    assert all(len(entry["messages"]) == 2 for entry in chat.read_conversations(folder / "conversations_val.jsonl"))
+    for name in ("train", "val", "control"):
+        assert chat.read_preferences(folder / f"preferences_{name}.jsonl")
+    assert len(chat.read_prompts(folder / "prompts_train.jsonl")) == 100
+    index = json.loads((folder / "index.json").read_text())
+    assert index["lines"]["preferences_control"] >= 400
+    assert all(index["kinds"][kind]["held_out"] > 0 for kind in kinds.KINDS)
+
+
+def test_the_same_documents_and_seed_give_the_same_bytes(made, tmp_path):
+    docs = write_documents(tmp_path, {}, {})
+    for name in ("docs", "audit.json"):
+        (made / name).is_dir() or (docs / name).write_bytes((made / name).read_bytes())
+    for file in (made / "docs").iterdir():
+        (docs / "docs" / file.name).write_bytes(file.read_bytes())
+    run(docs)
+    for file in sorted((made / "chat").glob("*.json*")):
+        assert (docs / "chat" / file.name).read_bytes() == file.read_bytes(), file.name
+    run(docs, "--seed=2")
+    assert (docs / "chat" / "conversations_train.jsonl").read_bytes() != (made / "chat" / "conversations_train.jsonl").read_bytes()
+
+
+def test_no_held_out_name_is_in_any_training_question(made):
+    read = lambda split: [d for d in prepare_chat.read_pages(configure(vars(prepare_chat), [f"--data_dir={made}"]), split)[0]]
+    train, held_out = prepare_chat.split_names(read("train"), read("val"))
+    assert held_out and set(train) & {d.name for d in read("val")}, "the fixture must have names on both sides"
+    assert not {name.lower() for name in train} & {name.lower() for name in held_out}
+    taught = [m["content"] for row in lines_of(made, "conversations_train") for m in row["messages"] if m["role"] == "user"]
+    taught += [row["prompt"][0]["content"] for row in lines_of(made, "preferences_train")]
+    taught += [row["messages"][0]["content"] for row in lines_of(made, "prompts_train")]
+    quoted = {part.lower() for text in taught for part in re.findall("`([^`]*)`", text)}
+    named = {name for part in quoted for name in (part, part.replace(" ", "_"), part.split("(")[0], part.split(".")[-1])}
+    assert not named & {name.lower() for name in held_out}
+    asked = {row["subject"] for row in lines_of(made, "conversations_val") if row["kind"] in ("spell", "constant", "module")}
+    assert asked and asked <= set(held_out)
+
+
+def test_held_out_signatures_are_new_and_held_out_remarks_use_new_combinations(made):
+    taught = " ".join(m["content"] for row in lines_of(made, "conversations_train") for m in row["messages"])
+    for row in lines_of(made, "conversations_val"):
+        if row["kind"] in ("count", "defaults"):
+            assert row["subject"] not in taught
+    for row in lines_of(made, "preferences_val") + lines_of(made, "preferences_control"):
+        assert all(remark.is_held_out(remark.parse(row[side])) for side in ("chosen", "rejected"))
+    for row in lines_of(made, "preferences_train"):
+        assert not any(remark.is_held_out(remark.parse(row[side])) for side in ("chosen", "rejected"))
+        assert row["scores"]["chosen"] - row["scores"]["rejected"] >= 0.5
+
+
+def test_every_answer_follows_its_kinds_format_and_is_right(made):
+    for row in lines_of(made, "conversations_train"):
+        answers = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+        assert all(kinds.KINDS[kind].follows_format(answer) for kind, answer in zip(row["kinds"], answers, strict=True))
+    right = {
+        "spell": lambda subject, answer: answer.replace(" ", "") == subject,
+        "constant": lambda subject, answer: answer == f"`{subject.upper()}`",
+        "snake": lambda subject, answer: answer == f"`{subject.replace(' ', '_')}`",
+        "count": lambda subject, answer: answer == f"There are {len(pages.split_arguments(subject[subject.index('(') + 1:-1]))}.",
+        "defaults": lambda subject, answer: answer[:-1].split(", ") == re.findall(r"(\w+)=", subject),
+    }
+    for row in lines_of(made, "conversations_val"):
+        check = right.get(row["kind"])
+        assert check is None or check(row["subject"], row["messages"][-1]["content"]), row
+
+
+@pytest.mark.parametrize("kind, answer", [("spell", "f ill"), ("spell", "f  i"), ("constant", "`wrap`"), ("count", "There are many."),
+                                          ("module", "It is in `os`."), ("snake", "wrap_text"), ("what", "fills a text."), ("remark", "Nice.")])
+def test_formats_refuse(kind, answer):
+    assert not kinds.KINDS[kind].follows_format(answer)
+
+
+def test_baselines_by_hand():
+    question = lambda subject, answer: kinds.Question("defaults", subject, f"Which of `{subject}`?", answer)
+    train = [question("read(path, mode='r')", "mode."), question("walk(top, hidden=False)", "hidden."), question("dump(obj, mode='w')", "mode.")]
+    held_out = [question("read(path, mode='rb')", "mode."), question("walks(top, hidden=True)", "hidden."),
+                question("zip(first, size=0)", "size."), question("sort(items, key=None, reverse=False)", "key, reverse.")]
+    bar = baselines("defaults", train, held_out)
+    assert (bar["constant"], bar["constant_answer"]) == (0.25, "mode.")
+    assert bar["nearest"] == 0.5
+    assert (bar["copied"], bar["copy"]) == ("the last name", 0.25)        # elsewhere rb, True and False stand last
+    assert bar["best"] == 0.5
+
+
+def test_a_rule_kind_has_no_baseline_that_solves_it(made):
+    bars = json.loads((made / "chat" / "baselines.json").read_text())["kinds"]
+    assert set(bars) == set(kinds.KINDS) - {"remark"}
+    assert all(bars[kind]["best"] <= 0.5 for kind in bars)
+    assert all(0 <= bar[name] <= bar["best"] for bar in bars.values() for name in ("constant", "copy", "nearest"))
+
+
+def test_documents_that_define_nothing_are_refused(tmp_path, capsys):
+    write_documents(tmp_path, {"a": "Just some prose about nothing."}, {"b": "More prose."})
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path)
+    assert stop.value.code == 2 and "define no functions" in capsys.readouterr().err

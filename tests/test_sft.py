@@ -1,0 +1,335 @@
+"""sft.py: what is trained, with which weight, in which order, and that nothing of it depends on how the work is cut."""
+import copy
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import sft
+from configurator import configure
+from engine import chat, hf
+from engine.generate import generate
+from engine.monitor import read_log
+from engine.parallel import Setup
+from small import ALONE, ROOT, byte_tokenizer, small_llama
+
+END = "<|end|>"
+
+
+def talk(question, answer, **extra):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **extra}]}
+
+
+def write_lines(path, entries):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def uneven(n, seed=0):
+    """Conversations whose answers differ in length twentyfold."""
+    rng = random.Random(seed)
+    return [talk("say " + rng.choice("abc"), rng.choice("xyz") * rng.choice((1, 2, 3, 20))) for _ in range(n)]
+
+
+@pytest.fixture
+def world(tmp_path):
+    """A data_dir and an out_dir with a small model in it, and a function that tunes it."""
+    write_lines(tmp_path / "data" / "chat" / "conversations_train.jsonl", uneven(50))
+    write_lines(tmp_path / "data" / "chat" / "conversations_val.jsonl", uneven(8, seed=1))
+    base = tmp_path / "base"
+    base.mkdir()
+    hf.save_model(base, small_llama(), byte_tokenizer())
+
+    def tune(out="out", *extra):
+        settings = [f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / out}", f"--model={base}", "--batch_size=8",
+                    "--micro_batch_size=3", "--threads=1", "--device=cpu", "--dtype=fp32", "--log_every=1", "--window=2", *extra]
+        sft.main(configure(vars(sft), settings))
+        return tmp_path / out / "sft"
+
+    tune.folder = tmp_path
+    return tune
+
+
+def config_of(**changes):
+    return type("Config", (), {"micro_batch_size": 3, **changes})()
+
+
+def gradients(model, examples, batch_sizes, setup=ALONE):
+    """Gradients of one step over all examples, cut into micro-batches of these sizes."""
+    model = copy.deepcopy(model).train()
+    batches, start = [], 0
+    for size in batch_sizes:
+        batches.append(sft.collate(examples, np.arange(start, start + size), byte_tokenizer().pad_id))
+        start += size
+    totals = sft.forward_backward(model, batches, byte_tokenizer().special(END), setup)
+    return totals, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+# --- what is a target --------------------------------------------------------------------------------------------------------
+
+def test_targets_are_the_assistants_words_and_its_end_and_nothing_else():
+    tokenizer = byte_tokenizer()
+    entries = [{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u <|end|>"},
+                             {"role": "assistant", "content": "ab"}, {"role": "user", "content": "v"},
+                             {"role": "assistant", "content": "c"}]}, talk("q", "a much longer answer than the other one has")]
+    examples, lost = sft.encode(entries, tokenizer, 96, "truncate")
+    x, y, w = sft.collate(examples, [0, 1], tokenizer.pad_id)
+    assert x.shape == y.shape == w.shape and not any(lost.values())
+    assert torch.equal(x[:, 1:], y[:, :-1])                                       # the target is the next input
+    said = lambda row: tokenizer.decode(y[row][w[row] > 0].tolist(), skip_special=False)
+    assert said(0) == "ab<|end|>c<|end|>"
+    assert said(1) == "a much longer answer than the other one has<|end|>"
+    # What predicts the first word of the answer is the token before it.
+    first = int((w[0] > 0).nonzero()[0])
+    assert x[0, first] == tokenizer.special("<|assistant|>")
+
+
+def test_padding_is_no_target_and_the_end_is():
+    tokenizer = byte_tokenizer()
+    examples, _ = sft.encode([talk("q", "a"), talk("q", "a long answer")], tokenizer, 96, "truncate")
+    x, y, w = sft.collate(examples, [0, 1], tokenizer.pad_id)
+    padding = torch.arange(x.shape[1])[None] >= torch.tensor([[len(ids) - 1] for ids, _ in examples])
+    assert padding.any() and (w[padding] == 0).all() and (y[padding] == tokenizer.pad_id).all()
+    end = tokenizer.special(END)
+    assert tokenizer.pad_id not in (end, tokenizer.eos_id)
+    assert ((y == end) & (w == 1)).sum(1).tolist() == [1, 1]
+
+
+def test_padding_changes_no_loss():
+    tokenizer, model = byte_tokenizer(), small_llama()
+    examples, _ = sft.encode([talk("q", "a"), talk("what is it", "a much longer answer")], tokenizer, 96, "truncate")
+    alone, _ = gradients(model, examples[:1], [1])
+    x, y, w = sft.collate(examples, [0, 1], tokenizer.pad_id)
+    together = sft.forward_backward(model, [(x[:1], y[:1], w[:1])], tokenizer.special(END), ALONE)
+    assert together["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+
+
+# --- one gradient for any split ------------------------------------------------------------------------------------------------
+
+def test_the_gradient_is_the_same_for_any_split_into_micro_batches():
+    examples, _ = sft.encode(uneven(8), byte_tokenizer(), 96, "truncate")
+    model = small_llama()
+    whole, expected = gradients(model, examples, [8])
+    for split in ([1] * 8, [2] * 4, [4, 4], [1, 7], [5, 3]):
+        totals, found = gradients(model, examples, split)
+        assert (found - expected).abs().max() < 1e-6 and totals["loss"] == pytest.approx(whole["loss"], abs=1e-6)
+    # A mean of means is another number, or this test would show nothing.
+    means = [gradients(model, examples[i:i + 1], [1])[0]["loss"] for i in range(8)]
+    assert abs(np.mean(means) - whole["loss"]) > 1e-3
+
+
+def test_doubling_all_weights_changes_nothing_and_one_weight_counts():
+    tokenizer, model = byte_tokenizer(), small_llama()
+    plain, _ = sft.encode([talk("q", "yes"), talk("r", "no")], tokenizer, 96, "truncate")
+    doubled = [(ids, weights * 2) for ids, weights in plain]
+    heavier, _ = sft.encode([talk("q", "yes", weight=3.0), talk("r", "no")], tokenizer, 96, "truncate")
+    (a, ga), (b, gb), (c, gc) = (gradients(model, examples, [2]) for examples in (plain, doubled, heavier))
+    assert a["loss"] == pytest.approx(b["loss"], abs=1e-6) and torch.allclose(ga, gb, atol=1e-7)
+    assert abs(a["loss"] - c["loss"]) > 1e-5 and not torch.allclose(ga, gc, atol=1e-5)
+
+
+def test_a_rank_without_conversations_takes_part_and_adds_nothing():
+    examples, _ = sft.encode(uneven(3), byte_tokenizer(), 96, "truncate")
+    shares = [sft.micro_batches(examples, np.arange(3), config_of(), byte_tokenizer().pad_id, Setup(rank, 0, 4, torch.device("cpu"),
+                                                                                                   torch.float32, 1)) for rank in range(4)]
+    assert all(len(share) == 1 for share in shares)
+    assert [float(share[0][2].sum()) > 0 for share in shares] == [True, True, True, False]
+    _, y, w = zip(*(share[0] for share in shares))
+    assert sum(float(one.sum()) for one in w) == sum(float(weights[1:].sum()) for _, weights in examples)
+
+
+# --- order ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("n, batch_size, window", [(1, 8, 4), (8, 8, 4), (100, 8, 4), (257, 16, 1), (64, 64, 16)])
+def test_a_plan_has_each_conversation_once(n, batch_size, window):
+    lengths = np.array([5 + i * 7 % 90 for i in range(n)])
+    for epoch in (0, 1):
+        steps = sft.plan(lengths, batch_size, window, 1, epoch)
+        assert sorted(np.concatenate(steps)) == list(range(n))
+        assert len(steps) == math.ceil(n / batch_size) and max(map(len, steps)) <= batch_size
+
+
+def test_a_plan_is_a_pure_function_and_each_epoch_has_another():
+    lengths = np.array([random.Random(i).randint(5, 200) for i in range(300)])
+    same = lambda a, b: len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b))
+    first = sft.plan(lengths, 16, 8, 1, 0)
+    assert same(first, sft.plan(lengths, 16, 8, 1, 0))
+    assert not same(first, sft.plan(lengths, 16, 8, 1, 1)) and not same(first, sft.plan(lengths, 16, 8, 2, 0))
+
+
+def test_buckets_waste_less_than_no_buckets():
+    lengths = np.array([random.Random(i).choice((10, 20, 40, 200)) for i in range(400)])
+    padded = lambda steps: sum(len(step) * lengths[step].max() for step in steps)
+    assert padded(sft.plan(lengths, 16, 25, 1, 0)) < 1.2 * lengths.sum() < 2 * lengths.sum() < padded(sft.plan(lengths, 16, 1, 1, 0))
+
+
+# --- conversations that do not fit ---------------------------------------------------------------------------------------------
+
+def test_overlong_conversations_are_cut_or_dropped_and_counted():
+    entries = [talk("q" * 200, "never reached"), talk("q", "a" * 500), talk("q", "short"), talk("q", "unweighted", weight=0)]
+    examples, lost = sft.encode(entries, byte_tokenizer(), 40, "truncate")
+    assert lost == {"truncated": 2, "too_long": 0, "without_target": 2}
+    assert all(weights[1:].sum() > 0 and len(ids) <= 41 for ids, weights in examples)
+    cut = examples[0][0]
+    assert len(cut) == 41 and cut[-1] != byte_tokenizer().special(END), "a cut answer must not teach to stop there"
+    examples, lost = sft.encode(entries, byte_tokenizer(), 40, "drop")
+    assert lost["too_long"] == 2
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "drop"])
+def test_150_overlong_conversations_neither_jam_nor_make_nan(world, overlong, capsys):
+    """As in nanochat issue 590: the answers of most conversations lie beyond the context."""
+    entries = [talk("long " * 120, "unseen") for _ in range(150)] + [talk("q", "a" * 300) for _ in range(5)] + uneven(10)
+    write_lines(world.folder / "data" / "chat" / "conversations_train.jsonl", entries)
+    run = world("out", f"--overlong={overlong}", "--batch_size=1", "--micro_batch_size=1")
+    records = read_log(run)
+    kept = 15 if overlong == "truncate" else 10
+    assert len(records) == kept and all(math.isfinite(record["loss"]) and record["weight"] > 0 for record in records)
+    assert json.loads((run / "result.json").read_text())["conversations"] == kept
+    assert all(tensor.isfinite().all() for tensor in load_file(run / f"step_{kept:08d}" / "model.safetensors").values())
+    said = capsys.readouterr().out
+    assert ("155 conversations cut" if overlong == "truncate" else "155 left out as too long") in said
+
+
+def test_nothing_left_to_learn_is_refused(world, capsys):
+    write_lines(world.folder / "data" / "chat" / "conversations_train.jsonl", [talk("long " * 120, "unseen")])
+    with pytest.raises(SystemExit) as stop:
+        world()
+    assert stop.value.code == 2 and "no conversation is left" in capsys.readouterr().err
+
+
+# --- runs ----------------------------------------------------------------------------------------------------------------------
+
+def test_an_interrupted_run_continues_bit_for_bit(world, monkeypatch):
+    extra = ["--epochs=2", "--dropout=0.1", "--save_full=3", "--keep=2"]
+    whole = world("whole", *extra)
+    last = max(int(path.name[5:]) for path in whole.glob("step_*"))
+    original = sft.forward_backward
+    for stop_at in (4, 9):                      # between two checkpoints, in the first epoch and in the second
+        calls = iter(range(10_000))
+
+        def interrupted(*arguments):
+            if next(calls) == stop_at:
+                raise KeyboardInterrupt
+            return original(*arguments)
+        monkeypatch.setattr(sft, "forward_backward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            world("torn", *extra)
+    monkeypatch.setattr(sft, "forward_backward", original)
+    torn = world("torn", *extra)
+    assert [record["loss"] for record in read_log(torn)] == [record["loss"] for record in read_log(whole)]
+    a, b = (load_file(run / f"step_{last:08d}" / "model.safetensors") for run in (whole, torn))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert json.loads((torn / "result.json").read_text())["steps"] == last
+
+
+def test_a_finished_run_says_so_and_other_data_is_refused(world, capsys):
+    world("out", "--max_steps=3")
+    capsys.readouterr()
+    world("out", "--max_steps=3")
+    assert "already done" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        world("out", "--max_steps=3", "--learning_rate=0.1")
+    assert "was begun with learning_rate = 0.001, now it is 0.1" in capsys.readouterr().err
+    (world.folder / "out" / "sft" / "result.json").unlink()
+    write_lines(world.folder / "data" / "chat" / "conversations_train.jsonl", uneven(50, seed=7))
+    with pytest.raises(SystemExit) as stop:
+        world("out", "--max_steps=3")
+    assert stop.value.code == 2 and "data_hash" in capsys.readouterr().err
+
+
+def test_after_tuning_on_three_patterns_greedy_answers_stop(world):
+    """trl issue 1623: where padding or masking hides the end token, the model talks on for ever."""
+    patterns = [talk("a", "xy"), talk("b", "yxyx"), talk("c", "z")]
+    write_lines(world.folder / "data" / "chat" / "conversations_train.jsonl", patterns * 8)
+    run = world("out", "--epochs=40", "--learning_rate=0.01", "--batch_size=12", "--micro_batch_size=12", "--save_full=0", "--eval_every=1000")
+    model, tokenizer = hf.load_model(run)
+    prompts = [chat.render(tokenizer, entry["messages"][:1], open_assistant=True)[0] for entry in patterns]
+    made = generate(model, prompts, 20, chat.stop_ids(tokenizer), temperature=0)
+    assert made.stopped == [True] * 3
+    assert [tokenizer.decode(ids) for ids in made.ids] == ["xy", "yxyx", "z"]
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_many_in_a_row_end_the_run(world, monkeypatch, capsys):
+    original, calls = sft.forward_backward, iter(range(10_000))
+
+    def poisoned(model, *rest):
+        totals = original(model, *rest)
+        if next(calls) >= 2:
+            next(model.parameters()).grad[0, 0] = float("nan")
+        return totals
+    monkeypatch.setattr(sft, "forward_backward", poisoned)
+    with pytest.raises(SystemExit) as stop:
+        world("out", "--max_bad_steps=3", "--save_full=1", "--save_light=1", "--keep=0")
+    assert stop.value.code == 2 and "3 steps in a row" in capsys.readouterr().err
+    run = world.folder / "out" / "sft"
+    assert [record.get("skipped", False) for record in read_log(run)] == [False, False, True, True, True]
+    saved = [load_file(run / f"step_{step:08d}" / "model.safetensors") for step in (2, 3)]
+    assert all(torch.equal(saved[0][name], saved[1][name]) and saved[0][name].isfinite().all() for name in saved[0])
+
+
+def test_one_and_two_processes_give_the_same_losses(world):
+    """50 conversations in steps of 8: the last step of 2 gives each process one; with a batch of 7, one gets none."""
+    one = [record["loss"] for record in read_log(world("one", "--batch_size=7", "--max_steps=8"))]
+    folder = world.folder
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--rdzv_backend=c10d",
+         "--rdzv_endpoint=localhost:0", str(ROOT / "sft.py"), f"--data_dir={folder / 'data'}", f"--out_dir={folder / 'two'}",
+         f"--model={folder / 'base'}", "--batch_size=7", "--max_steps=8", "--micro_batch_size=3", "--threads=1", "--device=cpu",
+         "--dtype=fp32", "--log_every=1", "--window=2"], capture_output=True, text=True, timeout=300, cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    two = [record["loss"] for record in read_log(folder / "two" / "sft")]
+    assert len(one) == len(two) == 8 and max(abs(a - b) for a, b in zip(one, two)) < 1e-5
+    a, b = (load_file(folder / out / "sft" / "step_00000008" / "model.safetensors") for out in ("one", "two"))
+    assert max((a[name] - b[name]).abs().max() for name in a) < 1e-4
+
+
+def test_show_colours_what_is_trained_and_trains_nothing(world, capsys):
+    run = world("out", "--show=1")
+    said = capsys.readouterr().out
+    assert "\x1b[90m<|bos|><|user|>say" in said and "\x1b[32m" in said.split("<|assistant|>")[1]
+    assert not (run / "log.jsonl").exists()
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------------------
+
+def refused(capsys, *settings):
+    with pytest.raises(SystemExit) as stop:
+        sft.main(configure(vars(sft), list(settings)))
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_missing_data_and_missing_model_say_the_command(tmp_path, capsys):
+    settings = [f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / 'out'}", "--device=cpu"]
+    said = refused(capsys, *settings)
+    assert "conversations_train.jsonl does not exist" in said and "python prepare_chat.py --data_dir=" in said
+    for split in ("train", "val"):
+        write_lines(tmp_path / "data" / "chat" / f"conversations_{split}.jsonl", uneven(3))
+    said = refused(capsys, *settings)
+    assert "no pretrained model" in said and "python train.py --data_dir=" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_lines_are_all_named(world, capsys):
+    path = world.folder / "data" / "chat" / "conversations_train.jsonl"
+    write_lines(path, [talk("q", "a"), {"messages": []}, talk("q", ""), talk("q", "a", weight=-1)])
+    with pytest.raises(SystemExit):
+        world()
+    said = capsys.readouterr().err
+    assert all(f"line {number}" in said for number in (2, 3, 4)) and "line 1:" not in said
+
+
+def test_all_bad_settings_are_named_at_once(world, capsys):
+    with pytest.raises(SystemExit) as stop:
+        world("out", "--batch_size=0", "--overlong=maybe", "--max_length=1000", "--dropout=1.5")
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and all(word in said for word in ("batch_size", "overlong", "max_length", "dropout"))
