@@ -1,0 +1,286 @@
+"""Documents and token shards on disk, and the order in which training reads them.
+
+    data_dir/docs/{train,val}_NNNNN.jsonl.zst     one document a line: url, text, length, ...
+    data_dir/tokens/{train,val}_NNNNN.bin         token ids, raw little-endian uint16 or uint32, no header
+    data_dir/tokens/{train,val}_offsets.bin       uint64, where each document begins, and the end: n_docs + 1 numbers
+    data_dir/tokens/index.json                    types, counts, checksums, and which tokenizer the ids belong to
+
+Ids without their tokenizer are noise, and nothing in a .bin file could tell. So the index carries the tokenizer's hash,
+and a reader that holds another tokenizer refuses.
+
+The order of training is a pure function of (seed, step): no state, nothing to store but the step, the same for any
+number of processes and after any resume. See `permuted`.
+"""
+
+import hashlib
+import io
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import zstandard
+
+from configurator import refuse
+from engine.files import fsync_folder, read_json, write_json
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Documents
+
+def read_documents(data_dir, split):
+    """Yield the documents (dicts with url, text, length, language, split, ...) of "train" or "val", in order."""
+    folder = Path(data_dir) / "docs"
+    if not (Path(data_dir) / "audit.json").exists():
+        refuse(f"there are no finished documents in {folder} ({Path(data_dir) / 'audit.json'} is missing); "
+               "make them with prepare_data.py and the same config files")
+    audit = read_json(Path(data_dir) / "audit.json")
+    for entry in audit["documents"]:
+        if entry["split"] == split:
+            yield from read_jsonl_zst(Path(data_dir) / entry["file"])
+
+
+def read_jsonl_zst(path):
+    """Yield the objects of a .jsonl.zst file. Lines end at "\\n" only, since texts may contain U+2028 or U+0085."""
+    try:
+        with open(path, "rb") as file:
+            stream = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+            for line in io.BufferedReader(stream, 1 << 20):
+                yield json.loads(line)
+    except OSError as error:
+        refuse(f"{path} cannot be read: {error.strerror or error}; run prepare_data.py again with the same config")
+    except (zstandard.ZstdError, ValueError) as error:
+        refuse(f"{path} is damaged: {error}; delete it and run prepare_data.py again with the same config")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Writing tokens
+
+def dtype_for(vocab_size):
+    """The smallest type that holds every id below vocab_size."""
+    if not 0 < vocab_size <= 1 << 32:
+        refuse(f"a vocabulary of {vocab_size} does not fit 32-bit ids")
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+class ShardWriter:
+    """Writes the ids of one split, document by document, into files of `shard_tokens` ids (the last one shorter).
+
+    Each file is written as .tmp, flushed to the disk and renamed; nothing is allocated in advance. A document may begin
+    in one file and end in the next.
+    """
+
+    def __init__(self, folder, split, vocab_size, shard_tokens):
+        self.folder, self.split = Path(folder), split
+        self.vocab_size, self.shard_tokens = vocab_size, shard_tokens
+        self.dtype = dtype_for(vocab_size)
+        self.offsets = [0]
+        self.files = []
+        self.current, self.room, self.digest = None, 0, None
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, ids):
+        """Append one document, BOS and EOS already in it. Raises ValueError for an id outside the vocabulary."""
+        ids = np.asarray(ids, dtype=np.int64)
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
+            # Never wrapped: 70,000 stored as uint16 would come back as the innocent-looking 4,464.
+            raise ValueError(f"token id {int(ids.max() if ids.max() >= self.vocab_size else ids.min())} in document "
+                             f"{len(self.offsets) - 1} of {self.split}: the vocabulary has ids 0 to {self.vocab_size - 1}")
+        self.offsets.append(self.offsets[-1] + len(ids))
+        ids = ids.astype(self.dtype)
+        while len(ids):
+            if self.current is None:
+                path = self.folder / f"{self.split}_{len(self.files):05d}.bin.tmp"
+                self.current, self.room, self.digest = open(path, "wb"), self.shard_tokens, hashlib.sha256()
+            part, ids = ids[:self.room], ids[self.room:]
+            data = part.tobytes()
+            self.current.write(data)
+            self.digest.update(data)
+            self.room -= len(part)
+            if self.room == 0:
+                self._finish_file()
+
+    def _finish_file(self):
+        name = f"{self.split}_{len(self.files):05d}.bin"
+        publish(self.current, self.folder / name)
+        self.files.append({"name": name, "tokens": self.shard_tokens - self.room, "sha256": self.digest.hexdigest()})
+        self.current = None
+
+    def close(self):
+        """Finish the last file and the offsets; the split's entry in index.json."""
+        if self.current is not None:
+            self._finish_file()
+        name = f"{self.split}_offsets.bin"
+        data = np.array(self.offsets, dtype="<u8").tobytes()
+        with open(self.folder / (name + ".tmp"), "wb") as file:
+            file.write(data)
+            publish(file, self.folder / name)
+        return {"n_tokens": self.offsets[-1], "n_docs": len(self.offsets) - 1, "files": self.files,
+                "offsets": {"name": name, "sha256": hashlib.sha256(data).hexdigest()}}
+
+
+def publish(file, path):
+    """Flush an open .tmp file to the disk and give it its name."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+    os.replace(file.name, path)
+    fsync_folder(Path(path).parent)
+
+
+def write_index(folder, tokenizer, splits, **origin):
+    """Write index.json, which makes the shards valid: until it is there they do not exist for any reader.
+
+    splits: {"train": what ShardWriter.close gave, ...}; origin: further entries that say what the shards were made from.
+    """
+    write_json(Path(folder) / "index.json", {
+        "dtype": "uint16" if dtype_for(tokenizer.vocab_size) == np.dtype("<u2") else "uint32",
+        "byte_order": "little", "vocab_size": tokenizer.vocab_size, "tokenizer_hash": tokenizer.hash,
+        "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, **origin, "splits": splits,
+    })
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Reading tokens
+
+class TokenData:
+    """The token stream of one split: shard files joined into one sequence of n_tokens ids.
+
+    `rebuild` is the command that makes the shards; it stands in the messages of the refusals.
+    """
+
+    def __init__(self, folder, split, tokenizer_hash=None, rebuild="python prepare_data.py"):
+        self.folder, self.split = Path(folder), split
+        if not (self.folder / "index.json").exists():
+            refuse(f"there are no token shards in {self.folder} (no index.json). Make them with\n    {rebuild}")
+        self.index = read_json(self.folder / "index.json")
+        if tokenizer_hash is not None and tokenizer_hash != self.index["tokenizer_hash"]:
+            refuse(f"the shards in {self.folder} were made with another tokenizer than the one in use:\n"
+                   f"    shards     {self.index['tokenizer_hash']}\n    tokenizer  {tokenizer_hash}\n"
+                   f"Their ids mean nothing to it. Make them anew with\n    {rebuild}")
+        entry = self.index["splits"].get(split)
+        if not entry or not entry["n_docs"]:
+            refuse(f"the shards in {self.folder} have no documents in the split '{split}'. Raise val_fraction or give "
+                   f"more input, and run\n    {rebuild}")
+        self.n_tokens, self.n_docs = entry["n_tokens"], entry["n_docs"]
+        self.bos_id, self.eos_id = self.index["bos_id"], self.index["eos_id"]
+        dtype = np.dtype({"uint16": "<u2", "uint32": "<u4"}[self.index["dtype"]])
+        self.files = [self._map(file["name"], dtype, file["tokens"], rebuild) for file in entry["files"]]
+        self.starts = np.cumsum([0] + [len(file) for file in self.files])
+        self.offsets = self._map(entry["offsets"]["name"], np.dtype("<u8"), self.n_docs + 1, rebuild)
+        checksums = [file["sha256"] for file in entry["files"]] + [entry["offsets"]["sha256"]]
+        self.data_hash = hashlib.sha256("".join(checksums).encode()).hexdigest()
+
+    def _map(self, name, dtype, count, rebuild):
+        path = self.folder / name
+        size = path.stat().st_size if path.exists() else None
+        if size != count * dtype.itemsize:
+            found = "is missing" if size is None else f"has {size:,} bytes"
+            refuse(f"{path} {found}, expected {count * dtype.itemsize:,} bytes. Make the shards anew with\n    {rebuild}")
+        return np.memmap(path, dtype, "r", shape=(count,))
+
+    def read(self, start, count):
+        """(count,) int64: the tokens from position `start` on; fewer at the end of the data."""
+        count = min(count, self.n_tokens - start)
+        result = np.empty(max(count, 0), dtype=np.int64)
+        done = 0
+        while done < count:
+            number = int(np.searchsorted(self.starts, start + done, side="right")) - 1
+            part = self.files[number][start + done - self.starts[number]:][:count - done]
+            result[done:done + len(part)] = part
+            done += len(part)
+        return result
+
+    def check(self):
+        """Problems found by comparing every file with its checksum (reads everything: for doctors, not for each start)."""
+        entry = self.index["splits"][self.split]
+        problems = []
+        for file in [*entry["files"], entry["offsets"]]:
+            with open(self.folder / file["name"], "rb") as handle:
+                if hashlib.file_digest(handle, "sha256").hexdigest() != file["sha256"]:
+                    problems.append(f"{self.folder / file['name']} does not have the checksum in index.json")
+        return problems
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Order
+
+def mix64(x):
+    """splitmix64's finaliser: uint64 -> uint64, every input bit moves every output bit. Arrays or numpy scalars."""
+    with np.errstate(over="ignore"):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+ROUNDS = 6
+
+
+def permuted(i, n, seed):
+    """Where `i` goes in a permutation of range(n) that `seed` chooses: int64, of the shape of `i`.
+
+    Nothing is stored or shuffled: a Feistel network is a bijection of all numbers of 2h bits, whatever its round
+    function is. Where it leaves range(n), it is applied again until it returns ("cycle walking"): since a bijection
+    moves in cycles and the start was inside, it must come back, and two starts never meet. The domain is less than
+    4n large, so that takes fewer than 4 rounds on average.
+    """
+    i = np.asarray(i, dtype=np.int64)
+    if n < 1 or (i.size and (i.min() < 0 or i.max() >= n)):
+        raise ValueError(f"permuted: positions must lie in range({n})")
+    half = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    golden = 0x9E3779B97F4A7C15
+    keys = mix64(np.array([(seed * (ROUNDS + 1) + r + 1) * golden % (1 << 64) for r in range(ROUNDS)], dtype=np.uint64))
+
+    def network(x):
+        left, right = x >> half, x & mask
+        for key in keys:
+            left, right = right, left ^ (mix64(right + key) & mask)
+        return (left << half) | right
+
+    x = network(i.ravel().astype(np.uint64))
+    outside = np.flatnonzero(x >= np.uint64(n))
+    while outside.size:
+        x[outside] = network(x[outside])
+        outside = outside[x[outside] >= np.uint64(n)]
+    return x.astype(np.int64).reshape(i.shape)
+
+
+def n_blocks(n_tokens, block_size):
+    """How many blocks cover all targets, which are the tokens 1 to n_tokens - 1; the last block may be padded."""
+    return max(0, -(-(n_tokens - 1) // block_size))
+
+
+def step_blocks(step, blocks_per_step, n_blocks, seed):
+    """(blocks_per_step,) int64: the blocks of global step `step`.
+
+    Steps cut an endless stream of epochs, each a permutation of all blocks of its own: every block comes once an epoch,
+    a step may lie across the edge of two, and nothing but the step's number is needed to find the place again.
+    """
+    if n_blocks < 1:
+        raise ValueError("step_blocks: there is no block to read")
+    place = step * blocks_per_step + np.arange(blocks_per_step, dtype=np.int64)
+    epoch, within = place // n_blocks, place % n_blocks
+    result = np.empty(blocks_per_step, dtype=np.int64)
+    for number in np.unique(epoch):
+        here = epoch == number
+        epoch_seed = int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little")
+        result[here] = permuted(within[here], n_blocks, epoch_seed)
+    return result
+
+
+def batch(data, block_ids, block_size):
+    """The blocks as (inputs, targets, weights): int64 (B, T), int64 (B, T), float32 (B, T).
+
+    Block b holds the tokens b*T to b*T+T: T inputs and, one further, T targets. The weight of a target is 0 where it is
+    padding behind the end of the data, and where it is BOS: what document comes next is not to be learned.
+    """
+    ids = np.full((len(block_ids), block_size + 1), data.eos_id, dtype=np.int64)
+    real = np.zeros((len(block_ids), block_size + 1), dtype=bool)
+    for row, block in enumerate(block_ids):
+        part = data.read(int(block) * block_size, block_size + 1)
+        ids[row, :len(part)] = part
+        real[row, :len(part)] = True
+    targets = ids[:, 1:]
+    weights = (real[:, 1:] & (targets != data.bos_id)).astype(np.float32)
+    return ids[:, :-1].copy(), targets.copy(), weights

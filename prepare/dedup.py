@@ -1,0 +1,128 @@
+"""Near-duplicates: MinHash signatures, bands that propose pairs, and a check of every pair that was proposed.
+
+Two texts resemble each other as far as their sets of word 5-grams do: J = |A and B| / |A or B| (Broder 1997). A
+signature keeps the minimum of each of 128 hash functions over the set; two signatures agree in a place with
+probability J. Comparing all pairs is out of the question, so the signature is cut into 16 bands of 8: texts that agree
+in a whole band are candidates, which happens with probability 1 - (1 - J^8)^16 (0.994 at 0.85, but also 0.24 at 0.6).
+
+So a candidate is not yet a duplicate. Without the check below, pages that share a template are joined into one cluster
+and all but one are lost; chains A~B~C make it worse. Here a page is dropped only if it resembles, in at least
+`threshold` of the whole signature, one page that is itself kept: its representative, the earliest such page.
+"""
+
+import functools
+import hashlib
+import re
+import unicodedata
+
+import numpy as np
+
+NGRAM = 5
+WORD = re.compile(r"\w+")
+SHINGLES_AT_ONCE = 4096       # bounds memory: a book of a million words times 128 hashes would be half a gigabyte
+MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+def text_hash(text):
+    """16 bytes that tell exact duplicates."""
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
+
+
+def words_of(text):
+    """Words as they count for resemblance: no case, accents or punctuation, every digit a 0."""
+    text = unicodedata.normalize("NFKD", text.lower())
+    text = "".join(character for character in text if not unicodedata.combining(character))
+    return WORD.findall(re.sub(r"\d", "0", text))
+
+
+@functools.lru_cache(maxsize=1 << 20)
+def word_hash(word):
+    # Not Python's hash(), which differs in every process.
+    return int.from_bytes(hashlib.blake2b(word.encode("utf-8"), digest_size=8).digest(), "little")
+
+
+def shingles(text):
+    """Hashes of the text's set of word 5-grams: (n,) uint32, sorted, never empty.
+
+    A text of fewer than 5 words is one shingle, its whole sequence of words, so that short texts are duplicates only of
+    themselves; without any word it is the text itself.
+    """
+    words = words_of(text) or [text]
+    hashes = np.array([word_hash(word) for word in words], dtype=np.uint64)
+    n = min(NGRAM, len(words))
+    mixed = np.full(len(words) - n + 1, n, dtype=np.uint64)       # so that "a b" is not the beginning of "a b c d e"
+    for offset in range(n):
+        mixed = (mixed ^ hashes[offset:offset + len(mixed)]) * MIX
+        mixed ^= mixed >> np.uint64(29)
+    return np.unique((mixed >> np.uint64(32)).astype(np.uint32))
+
+
+def fmix32(x):
+    """MurmurHash3's finaliser: a bijection of 32 bits in which every input bit moves every output bit."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
+
+
+class MinHash:
+    """A family of bands * rows hash functions a * fmix32(x) + b mod 2^32 with odd a.
+
+    (The often copied (a * x + b) mod (2^61 - 1) overflows 64 bits; datasketch replaced it by this one.)
+    """
+
+    def __init__(self, bands, rows, seed):
+        self.bands, self.rows = bands, rows
+        draw = np.random.Generator(np.random.PCG64(seed))
+        self.a = draw.integers(0, 1 << 32, bands * rows, dtype=np.uint32) | np.uint32(1)
+        self.b = draw.integers(0, 1 << 32, bands * rows, dtype=np.uint32)
+
+    def signature(self, text):
+        """(bands * rows,) uint32: for each function the minimum over the text's shingles."""
+        mixed = fmix32(shingles(text))
+        lowest = np.full(len(self.a), 0xFFFFFFFF, dtype=np.uint32)
+        for start in range(0, len(mixed), SHINGLES_AT_ONCE):
+            piece = mixed[start:start + SHINGLES_AT_ONCE, None]                # (n, 1)
+            np.minimum(lowest, (piece * self.a + self.b).min(axis=0), out=lowest)
+        return lowest
+
+    def candidate_probability(self, resemblance):
+        return 1 - (1 - resemblance ** self.rows) ** self.bands
+
+
+def buckets(signatures, bands):
+    """(documents, bands) int64: for each band the number of the bucket that a document shares, -1 if it is alone."""
+    n, size = signatures.shape
+    rows = size // bands
+    result = np.full((n, bands), -1, dtype=np.int64)
+    for band in range(bands):
+        block = np.ascontiguousarray(signatures[:, band * rows:(band + 1) * rows])
+        keys = block.view(np.dtype((np.void, block.dtype.itemsize * rows))).ravel()
+        _, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
+        shared = counts[inverse] > 1
+        result[shared, band] = inverse[shared]
+    return result
+
+
+def representatives(signatures, bands, threshold):
+    """(representative, resemblance) of every document, in order: itself and 1.0 if it is kept.
+
+    One pass in document order. A document is compared with the kept ones that share a bucket with it, and becomes a
+    kept one itself if it resembles none of them enough. The first of every cluster is therefore always kept, and what
+    is dropped resembles a document that is there.
+    """
+    shared = buckets(signatures, bands)
+    kept_in = {}                                                       # (band, bucket) -> documents kept so far
+    chosen = np.arange(len(signatures))
+    resemblance = np.ones(len(signatures))
+    for document in np.flatnonzero((shared >= 0).any(axis=1)):
+        places = [(band, bucket) for band, bucket in enumerate(shared[document]) if bucket >= 0]
+        candidates = sorted({other for place in places for other in kept_in.get(place, ())})
+        if candidates:
+            agreement = (signatures[candidates] == signatures[document]).mean(axis=1)
+            best = int(np.argmax(agreement >= threshold))              # the earliest one that is close enough
+            if agreement[best] >= threshold:
+                chosen[document], resemblance[document] = candidates[best], agreement[best]
+                continue
+        for place in places:
+            kept_in.setdefault(place, []).append(document)
+    return chosen, resemblance

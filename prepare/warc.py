@@ -1,0 +1,266 @@
+"""The archive reader: WARC and WET (ISO 28500), JSON lines and plain text files, to a stream of pages.
+
+A page is a dict: url, id, date, kind ("html" or "text"), body (bytes) or text (str), and for WARC responses status,
+content_type, charset and encoding. A record that cannot become a page comes as a page with a `drop` reason, so that
+the audit counts it like any other.
+
+Archives found in the wild are damaged in every way. The rule is to honour the declared length, to notice when it was
+wrong, to go on at the next record, and to count what was lost in `losses`.
+"""
+
+import json
+import re
+import zlib
+from pathlib import Path
+
+from prepare.stream import GZIP, Window, chunks
+
+LINE_LIMIT = 1 << 16                 # of a header line
+HEADER_LINES = 1000
+RECORD_LIMIT = 64 << 20              # of one record, line or unpacked body: a length of 10^15 must not allocate
+
+WARC_NAMES = (".warc", ".wet", ".wat", ".arc")
+JSONL_NAMES = (".jsonl", ".ndjson", ".json")
+TEXT_NAMES = (".txt", ".text", ".md", ".rst")
+NEXT_RECORD = re.compile(rb"\r?\n(?=WARC/[01]\.\d+[ \t]*\r?\n[A-Za-z-]+:)")
+
+
+def read_pages(path, losses, max_decompressed=1 << 40):
+    """Yield the pages of the file at `path`, in order. Raises OSError when the file itself cannot be read."""
+    window = Window(chunks(path, losses, max_decompressed))
+    name = Path(path).name.lower().removesuffix(".gz").removesuffix(".zst")
+    start = window.peek(LINE_LIMIT)
+    if not start:
+        losses["empty_file"] += 1
+    elif start.startswith(b"WARC/") or name.endswith(WARC_NAMES):
+        yield from warc_pages(window, losses)
+    elif name.endswith(JSONL_NAMES) or start.lstrip().startswith(b"{"):
+        yield from json_pages(window, losses, Path(path).name)
+    elif name.endswith(TEXT_NAMES):
+        yield from text_pages(window, losses, path)
+    else:
+        losses["not_a_warc"] += 1
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# WARC records
+
+def warc_pages(window, losses):
+    """Pages of `response` (HTTP) and `conversion` (WET: already text) records; other kinds are counted and passed over."""
+    for headers, block in records(window, losses):
+        kind = headers.get("warc-type", "").lower()
+        losses["records"] += 1
+        page = {
+            "url": headers.get("warc-target-uri", "").strip("<> "),     # wget wrote <http://...>
+            "id": headers.get("warc-record-id", "").strip("<> "),
+            "date": headers.get("warc-date", ""),
+        }
+        if "warc-truncated" in headers:
+            losses["warc_truncated_header"] += 1                        # cut by the crawler: kept, but counted
+        if kind == "response":
+            if page["url"].lower().startswith(("dns:", "ftp:", "gopher:")):
+                losses["other_records"] += 1
+                continue
+            yield page | http_response(block)
+        elif kind == "conversion":
+            # No HTTP part: neither status nor content type apply, the crawler has made text of it already.
+            yield page | {"kind": "text", "body": block, "charset": "utf-8"}
+        else:
+            losses["other_records"] += 1
+    if not losses["records"] and not losses["truncated"]:
+        losses["not_a_warc"] += 1
+
+
+def records(window, losses):
+    """Yield (headers, block) of each WARC record. Never splits on text inside a block whose declared length is right."""
+    skipped = 0
+    while True:
+        line = window.line(LINE_LIMIT)
+        if not line:
+            break
+        if not line.startswith(b"WARC/"):
+            skipped += len(line.strip())
+            continue
+        headers = read_headers(window)
+        if headers is None:
+            losses["bad_header"] += 1
+            continue
+        declared = headers.get("content-length", "")
+        if not re.fullmatch(r"[0-9]{1,18}", declared) or int(declared) > RECORD_LIMIT:
+            # No way to know where the block ends: the record is lost, the next one begins where a line says so.
+            losses["bad_length"] += 1
+            skipped += skip_to_record(window)
+            continue
+        block = window.take(int(declared))
+        short = len(block) < int(declared)
+        following = window.peek(64).lstrip(b"\r\n")
+        if following and b"WARC/".startswith(following[:5]):
+            following = b""                                             # as it should be (or cut off inside the word)
+        if short or following:
+            # The length was wrong. If too large, it swallowed the beginning of the next record: give that back.
+            swallowed = NEXT_RECORD.search(block)
+            if swallowed:
+                window.give_back(block[swallowed.end():])
+                block = block[:swallowed.start()].rstrip(b"\r\n")
+                losses["bad_length"] += 1
+            elif short:
+                losses["truncated"] = 1                                 # the file ends inside this record
+                skipped += len(block)
+                break
+            else:
+                losses["bad_length"] += 1
+        yield headers, block
+    if skipped:
+        losses["skipped_bytes"] += skipped
+
+
+def read_headers(window):
+    """The header lines up to a blank one, as {lower-case name: value}; None if there is no end to them."""
+    headers, name = {}, ""
+    for _ in range(HEADER_LINES):
+        line = window.line(LINE_LIMIT)
+        if not line:
+            return None
+        if not line.strip():
+            return headers
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError:
+            text = line.decode("latin-1")
+        if text[0] in " \t" and name:                                   # continuation of the line before
+            headers[name] += " " + text.strip()
+            continue
+        name, _, value = text.partition(":")
+        name = name.strip().lower()
+        headers[name] = value.strip()
+    return None
+
+
+def skip_to_record(window):
+    """Move to just before the next line that begins a record; the number of bytes passed."""
+    passed = 0
+    while True:
+        ready = window.fill(len(window.buffer) + 1)
+        found = NEXT_RECORD.search(window.buffer)
+        if found:
+            return passed + len(window.take(found.end()))
+        keep = 256                                                      # the mark itself may be cut by the buffer's end
+        passed += len(window.take(max(0, len(window.buffer) - keep)))
+        if window.fill(ready + 1) <= keep and window.fill(keep + 1) <= keep:
+            return passed + len(window.take(keep))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The HTTP part of a response
+
+def http_response(block):
+    """Status, headers and body of an HTTP response, unchunked and unpacked only where that is what it really is."""
+    # The header block ends at the first blank line, with either line end.
+    end = re.search(rb"\r?\n\r?\n", block)
+    head, body = (block[:end.start()], block[end.end():]) if end else (block, b"")
+    lines = head.decode("latin-1").splitlines()
+    words = lines[0].split() if lines else []
+    if len(words) < 2 or not words[0].upper().startswith("HTTP/") or not words[1].isdigit():
+        return {"drop": "bad_http", "body": body}
+    headers = {}
+    for line in lines[1:]:
+        name, colon, value = line.partition(":")
+        if colon:                                                       # lines without one occur, and mean nothing
+            headers.setdefault(name.strip().lower(), value.strip())
+    page = {"status": int(words[1]), "content_type": "", "charset": "", "body": body}
+    media, _, parameters = headers.get("content-type", "").partition(";")
+    page["content_type"] = media.strip(" \"'").lower()
+    charset = re.search(r"charset\s*=\s*[\"']?([^\s\"';,]+)", parameters, re.IGNORECASE)
+    page["charset"] = charset.group(1) if charset else ""
+    page["kind"] = "text" if page["content_type"] == "text/plain" else "html"
+    if "chunked" in headers.get("transfer-encoding", "").lower():
+        page["body"] = body = unchunk(body)
+    return page | unpack(body, headers.get("content-encoding", "").lower())
+
+
+def unchunk(body):
+    """The body without its chunk lengths; unchanged if it is not really chunked (crawlers often have undone it)."""
+    if not re.match(rb"[0-9A-Fa-f]{1,8}[ \t]*(;[^\n]*)?\r?\n", body):
+        return body
+    whole, at = bytearray(), 0
+    while True:
+        head = re.compile(rb"(?:\r?\n)?([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\n]*)?\r?\n").match(body, at)
+        if not head:
+            return bytes(whole) + body[at:].strip(b"\r\n")             # the rest is not chunked: better kept than lost
+        size = int(head.group(1), 16)
+        if size == 0:
+            return bytes(whole)
+        whole += body[head.end():head.end() + size]
+        at = head.end() + size
+        if at >= len(body):
+            return bytes(whole)
+
+
+def unpack(body, encoding):
+    """{"body": ...} decompressed as `encoding` says, or {"drop": reason}. The header lies often: believe the bytes."""
+    encoding = encoding.strip()
+    if body.startswith(GZIP) and (not encoding or "gzip" in encoding):
+        unpacker = zlib.decompressobj(wbits=31)
+    elif encoding == "deflate" and body[:1] in (b"\x78", b"\x58", b"\x48"):
+        unpacker = zlib.decompressobj()
+    elif encoding in ("br", "zstd", "compress"):
+        return {"drop": "content_encoding"}
+    else:
+        return {"body": body}
+    try:
+        return {"body": unpacker.decompress(body, RECORD_LIMIT)}
+    except zlib.error:
+        return {"drop": "content_encoding"}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# JSON lines and text files
+
+def json_pages(window, losses, source):
+    """One page a line, from objects with a "text" (or "content", "raw_content"). Each line is judged by itself.
+
+    Lines are bytes up to "\\n": str.splitlines would also cut at U+2028 and U+0085, which occur inside texts.
+    """
+    number = 0
+    while True:
+        line = window.line(RECORD_LIMIT)
+        if not line:
+            return
+        number += 1
+        page = {"url": "", "id": f"{source}:{number}", "date": "", "kind": "text", "body": line}
+        if len(line) >= RECORD_LIMIT and not line.endswith(b"\n"):
+            while line and not line.endswith(b"\n"):
+                line = window.line(RECORD_LIMIT)
+            yield page | {"drop": "json_too_long"}
+            continue
+        line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+        if line.strip():
+            yield page | json_page(line)
+
+
+def json_page(line):
+    try:
+        item = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return {"drop": "json_not_utf8"}
+    except (json.JSONDecodeError, RecursionError, ValueError):     # ValueError: an integer of thousands of digits
+        return {"drop": "json_syntax"}
+    if not isinstance(item, dict):
+        return {"drop": "json_not_an_object"}
+    text = next((item[key] for key in ("text", "raw_content", "content") if key in item), None)
+    if not isinstance(text, str):
+        return {"drop": "json_no_text"}
+    page = {"text": text, "url": item.get("url", ""), "date": item.get("date", item.get("date_download", ""))}
+    page = {key: value if isinstance(value, str) else "" for key, value in page.items()}
+    if isinstance(item.get("id"), (str, int)):
+        page["id"] = str(item["id"])
+    return page
+
+
+def text_pages(window, losses, path):
+    """A text file is one page."""
+    body = window.take(RECORD_LIMIT)
+    page = {"url": "", "id": Path(path).name, "date": "", "kind": "text", "body": body, "charset": ""}
+    if window.peek(1):
+        page["drop"] = "file_too_long"
+    yield page

@@ -1,0 +1,498 @@
+"""
+Stage 1: from raw web archives to clean documents, and from documents to token shards.
+
+    python prepare_data.py config/demo.py          makes its own archive (Python's documentation), then the documents
+    python train_tokenizer.py config/demo.py       learns a vocabulary from them
+    python prepare_data.py config/demo.py          called again: now the token shards
+
+Your own archives:
+
+    python prepare_data.py --data_dir=data/mine --inputs="archives/*.warc.gz,notes/*.jsonl"
+
+Inputs are WARC (also .gz, .zst), WET, JSON lines with a "text", and text files. What happens to a page, in order:
+
+    read         prepare/warc.py      records, HTTP, chunks and compression; damage is counted and passed over
+    clean        prepare/filters.py   protocol, charset, HTML to text (prepare/text.py), length, language, guards
+    deduplicate  prepare/dedup.py     exact copies, then MinHash with every candidate pair verified
+    split        here                 held-out pages by a hash of their URL, so that they stay held out for ever
+    tokenise     here                 BOS text EOS into engine/shards.py
+
+Written in data_dir: docs/*.jsonl.zst, audit.json (what became of every page, and why), tokens/, and work/, which holds
+each input file's cleaned pages, so that a changed input or a kill costs only the files that it touched; work/ may be
+deleted. Every result carries the hash of all that it was made from: inputs, configuration, program, tokenizer. Called again, the
+script redoes exactly what no longer fits, and says so.
+"""
+
+import concurrent.futures
+import glob
+import hashlib
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections import Counter
+from fnmatch import fnmatchcase
+from pathlib import Path
+from urllib.parse import urldefrag
+
+import numpy as np
+import zstandard
+from tqdm import tqdm
+
+from configurator import configure, refuse
+from engine.files import lock_folder, read_json, sha256_file, write_json
+from engine.shards import ShardWriter, publish, read_documents, read_jsonl_zst, write_index
+from engine.tokenizer import Tokenizer
+from prepare.audit import add, empty_audit, finished, measure, tally, waterfall
+from prepare.corpus import build_corpus
+from prepare.dedup import NGRAM, MinHash, representatives, text_hash
+from prepare.filters import FILTERS, RULES
+from prepare.warc import read_pages
+
+data_dir = "data/demo"            # everything is written in here
+seed = 1337                       # of the MinHash functions
+inputs: tuple[str] = ()           # files, folders or globs
+corpus = ""                       # "pydoc": make an archive of Python's documentation in data_dir/input, and read it too
+corpus_modules = 0                # how many modules of it; 0 for all
+max_decompressed = 64 * 2 ** 30   # bytes that one input file may unpack to; the rest of it is dropped, and counted
+main_content = False              # extract without menus, headers and footers
+languages: tuple[str] = ("en",)   # kept; () for all
+language_threshold = 0.995        # py3langid's probability; languages it is less sure of are dropped
+max_replacement = 0.01            # share of characters that could not be decoded
+min_chars = 200                   # length of a document
+max_chars = 1_000_000
+min_entropy = 3.2                 # bits per character: stops "aaaa"; no measure of quality
+min_ascii = 0.30                  # share of ASCII characters
+rules: tuple[str] = ()            # also gopher_quality, gopher_repetition, c4, fineweb: made for prose, see filters.py
+minhash_threshold = 0.85          # resemblance from which a page is a near-duplicate; 0: exact duplicates only
+minhash_bands = 16
+minhash_rows = 8                  # of each band: 16 x 8 = 128 hash functions
+val_fraction = 0.05               # of pages, by a hash of the URL
+val_pinned: tuple[str] = ()       # URLs held out in any case; * matches anything
+shard_tokens = 100_000_000        # in each file of tokens/
+workers = 1                       # processes; the result does not depend on it
+
+
+DOCS_PER_FILE = 20_000
+TEXTS_AT_ONCE = 64                # given to the tokenizer together
+# What the cleaned pages of an input file depend on, besides the file and the program.
+CLEAN_KEYS = ("seed", "max_decompressed", "main_content", "languages", "language_threshold", "max_replacement", "min_chars",
+              "max_chars", "min_entropy", "min_ascii", "rules", "minhash_bands", "minhash_rows", "val_pinned")
+DOCS_KEYS = (*CLEAN_KEYS, "minhash_threshold", "val_fraction")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Small things
+
+def digest(*parts):
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def program_hash():
+    """Changes with every change to the code that decides what a document is, and with the libraries under it."""
+    sources = [Path(__file__), *sorted((Path(__file__).parent / "prepare").glob("*.py"))]
+    versions = [importlib.metadata.version(name) for name in ("resiliparse", "py3langid", "zstandard")]
+    return digest([hashlib.sha256(source.read_bytes()).hexdigest() for source in sources], versions, sys.version)
+
+
+def progress(items, total, label):
+    """The items, with a bar on a terminal and nothing otherwise (each step prints a line at its end anyway)."""
+    return tqdm(items, total=total, desc=label, disable=not sys.stderr.isatty(), leave=False)
+
+
+class Clock:
+    """Prints what each step took."""
+
+    def __init__(self):
+        self.last = time.perf_counter()
+
+    def say(self, text):
+        now = time.perf_counter()
+        print(f"{text}  [{now - self.last:.1f} s]", flush=True)
+        self.last = now
+
+
+class DocumentFile:
+    """A .jsonl.zst file: written as .tmp, flushed and renamed by close()."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.file = open(self.path.with_name(self.path.name + ".tmp"), "wb")
+        self.stream = zstandard.ZstdCompressor(level=3).stream_writer(self.file, closefd=False)
+        self.documents = self.bytes = 0
+
+    def add(self, document):
+        self.stream.write(json.dumps(document, ensure_ascii=False).encode("utf-8") + b"\n")
+        self.documents += 1
+        self.bytes += len(document["text"].encode("utf-8"))
+
+    def close(self):
+        self.stream.close()
+        publish(self.file, self.path)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Clean one input file
+
+def clean_file(path, target, settings):
+    """Read one input file, run its pages through the filters, and leave three files that begin with `target`.
+
+    .jsonl.zst has the documents, .npz what deduplication and the split need of them, .json the counts; the last one
+    makes the others valid. Runs in a worker process; returns the counts.
+    """
+    steps = [*FILTERS, *(RULES[name] for name in settings["rules"])]
+    audit, losses = empty_audit([step.__name__ for step in steps]), Counter()
+    minhash = MinHash(settings["minhash_bands"], settings["minhash_rows"], settings["seed"])
+    hashes, signatures, places = [], [], []
+    documents = DocumentFile(f"{target}.jsonl.zst")
+    for page in read_pages(path, losses, settings["max_decompressed"]):
+        page["measures"] = {}
+        if not passes(page, steps, settings, audit):
+            continue
+        text = page["text"]
+        documents.add({"id": page["id"], "url": page["url"], "text": text, "length": len(text), "date": page["date"],
+                       "language": page["language"], "language_score": round(page["language_score"], 6),
+                       "source": Path(path).name})
+        hashes.append(np.frombuffer(text_hash(text), dtype=np.uint64))
+        signatures.append(minhash.signature(text))
+        places.append(place(page, settings["val_pinned"]))
+    documents.close()
+    with open(f"{target}.npz.tmp", "wb") as file:
+        np.savez(file, hashes=np.array(hashes, dtype=np.uint64).reshape(-1, 2), places=np.array(places, dtype=np.float64),
+                 signatures=np.array(signatures, dtype=np.uint32).reshape(len(hashes), len(minhash.a)))
+        publish(file, f"{target}.npz")
+    # Whole: nothing of the file was lost on the way. A truncated file is never reported as clean.
+    harmless = ("records", "other_records", "warc_truncated_header")
+    whole = not any(count for name, count in losses.items() if name not in harmless)
+    counts = {"documents": documents.documents, "losses": dict(sorted(losses.items())), "whole": whole, "audit": audit}
+    write_json(f"{target}.json", counts)
+    return counts
+
+
+def passes(page, steps, settings, audit):
+    """Run one page through the filters and count it; whether it is kept."""
+    size = len(page["body"]) if "body" in page else len(page["text"].encode("utf-8", "replace"))
+    for step in steps:
+        stage = audit["filters"][step.__name__]
+        stage["documents_in"] += 1
+        stage["bytes_in"] += size
+        before = page.get("text")
+        reason = step(page, settings)
+        if reason:
+            tally(stage["reasons"].setdefault(reason, {}), page, size, told(page["measures"]))
+            measure(audit, page["measures"])
+            return False
+        if page.get("text") is not before:
+            size = len(page["text"].encode("utf-8", "replace"))
+        stage["documents_out"] += 1
+        stage["bytes_out"] += size
+    for note in notes(page):
+        tally(audit["notes"].setdefault(note, {}), page, size)
+    measure(audit, page["measures"])
+    return True
+
+
+def told(measures):
+    return " ".join(f"{name}={value:.4g}" for name, value in measures.items())
+
+
+def notes(page):
+    """What was mended or is worth knowing about a page that was kept."""
+    yield f"decoded_by_{page['decoded_by']}"
+    if page.get("mislabelled"):
+        yield "mislabelled_charset"
+    if page.get("invisible"):
+        yield "invisible_characters_removed"
+
+
+def place(page, pinned):
+    """Where a page lies in [0, 1): below val_fraction it is held out. 0 for pinned pages.
+
+    It depends on the URL alone, so a page keeps its side when other pages come and go, and all versions of a page are on
+    the same one. Pages without a URL (JSON lines, text files) go by their text.
+    """
+    url = urldefrag(page["url"]).url
+    if any(fnmatchcase(url, pattern) for pattern in pinned):
+        return 0.0
+    key = hashlib.blake2b((url or page["text"]).encode("utf-8"), digest_size=7).digest()      # 56 bits: exact in a float
+    return int.from_bytes(key, "big") / 2 ** 56
+
+
+def clean_inputs(paths, config, work, program, clock):
+    """[(target, counts)] of every input file, in order; those done before with the same everything are not done again."""
+    settings = {name: getattr(config, name) for name in CLEAN_KEYS}
+    work.mkdir(parents=True, exist_ok=True)
+    targets = []
+    for path in paths:
+        try:
+            targets.append(work / digest(path.name, sha256_file(path), settings, program)[:16])
+        except OSError as error:
+            refuse(f"input {path} cannot be read: {error.strerror}. Mend it or leave it out of --inputs.")
+    todo = [(path, target) for path, target in zip(paths, targets) if not target.with_suffix(".json").exists()]
+    todo = list({target: (path, target) for path, target in todo}.values())
+    if len(paths) > len(todo):
+        print(f"cleaned before and unchanged: {len(paths) - len(todo)} of {len(paths)} input files")
+    try:
+        if config.workers > 1 and len(todo) > 1:
+            # Not multiprocessing.Pool, which waits for ever for a worker that the system has killed.
+            with concurrent.futures.ProcessPoolExecutor(config.workers) as pool:
+                jobs = {pool.submit(clean_file, path, target, settings): path for path, target in todo}
+                for job in progress(concurrent.futures.as_completed(jobs), len(jobs), "cleaning"):
+                    job.result()
+        else:
+            for path, target in progress(todo, len(todo), "cleaning"):
+                clean_file(path, target, settings)
+    except OSError as error:
+        refuse(f"cleaning stopped: {error}. What was finished before is kept; run the same command again.")
+    except concurrent.futures.BrokenExecutor:
+        refuse("a worker process died (out of memory?) while cleaning. What was finished before is kept; run the same "
+               "command again, with --workers=1 to see which file it is.")
+    done = [(target, read_json(target.with_suffix(".json"))) for target in targets]
+    clock.say(f"cleaned {len(todo)} of {len(paths)} input files: {sum(c['documents'] for _, c in done):,} documents left")
+    return done
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Deduplicate over all files, split, write
+
+def deduplicate(parts, config):
+    """(kept, why) over the documents of all parts in order: a bool array, and for each dropped one (reason, detail).
+
+    Two of one text: the first stays. Then near-duplicates, see prepare/dedup.py.
+    """
+    hashes = np.concatenate([part["hashes"] for part in parts])
+    _, first = np.unique(hashes, axis=0, return_index=True)
+    kept = np.zeros(len(hashes), dtype=bool)
+    kept[first] = True
+    why = {int(document): ("exact_duplicate", "") for document in np.flatnonzero(~kept)}
+    if config.minhash_threshold > 0 and kept.any():
+        rest = np.flatnonzero(kept)
+        signatures = np.concatenate([part["signatures"] for part in parts])[rest]
+        chosen, resemblance = representatives(signatures, config.minhash_bands, config.minhash_threshold)
+        for document in np.flatnonzero(chosen != np.arange(len(rest))):
+            kept[rest[document]] = False
+            why[int(rest[document])] = ("near_duplicate", f"resemblance={resemblance[document]:.3f}")
+    return kept, why
+
+
+def write_documents(done, config, folder, audit):
+    """Drop duplicates, split the rest by page and write docs/; their entries for audit.json."""
+    parts = []
+    for target, _ in done:
+        with np.load(target.with_suffix(".npz")) as arrays:
+            parts.append(dict(arrays))
+    kept, why = deduplicate(parts, config)
+    places = np.concatenate([part["places"] for part in parts])
+    held_out = places < config.val_fraction
+    if config.val_fraction > 0 and kept.sum() > 1 and not (held_out & kept).any():
+        # Few pages, and none of them below the bar: without a held-out page nothing could be measured.
+        held_out = places == places[kept].min()
+    folder.mkdir(parents=True, exist_ok=True)
+    entries, open_files, number = [], {}, 0
+
+    def finish(split):
+        file = open_files.pop(split)
+        file.close()
+        entries.append({"file": f"docs/{file.path.name}", "split": split, "documents": file.documents,
+                        "bytes": file.bytes, "sha256": sha256_file(file.path)})
+
+    for target, _ in done:
+        for document in read_jsonl_zst(f"{target}.jsonl.zst"):
+            size = len(document["text"].encode("utf-8"))
+            reason, detail = why.get(number, (None, ""))
+            for name in ("exact_duplicate", "near_duplicate"):
+                stage = audit["filters"][name]
+                stage["documents_in"] += 1
+                stage["bytes_in"] += size
+                if reason == name:
+                    tally(stage["reasons"].setdefault(name, {}), document, size, detail)
+                    break
+                stage["documents_out"] += 1
+                stage["bytes_out"] += size
+            if kept[number]:
+                split = "val" if held_out[number] else "train"
+                if split not in open_files:
+                    shard = sum(entry["split"] == split for entry in entries)
+                    open_files[split] = DocumentFile(folder / f"{split}_{shard:05d}.jsonl.zst")
+                open_files[split].add(document | {"split": split})
+                if open_files[split].documents == DOCS_PER_FILE:
+                    finish(split)
+            number += 1
+    for split in list(open_files):
+        finish(split)
+    return sorted(entries, key=lambda entry: entry["file"])
+
+
+def remove_others(folder, pattern, names):
+    """Delete what an earlier run with other settings left in `folder`."""
+    for path in folder.glob(pattern):
+        if path.name not in names:
+            path.unlink()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Token shards
+
+def write_tokens(config, tokenizer, key, audit, clock):
+    """docs/ -> tokens/: every document as BOS text EOS. index.json comes last and makes the shards valid."""
+    folder = Path(config.data_dir) / "tokens"
+    folder.mkdir(exist_ok=True)
+    (folder / "index.json").unlink(missing_ok=True)
+    splits = {}
+    for split in ("train", "val"):
+        writer, text_bytes, texts = ShardWriter(folder, split, tokenizer.vocab_size, config.shard_tokens), 0, []
+        total = sum(entry["documents"] for entry in audit["documents"] if entry["split"] == split)
+
+        def flush():
+            for ids in tokenizer.encode_batch(texts):
+                writer.add([tokenizer.bos_id, *ids, tokenizer.eos_id])
+            texts.clear()
+
+        for document in progress(read_documents(config.data_dir, split), total, f"tokenising {split}"):
+            texts.append(document["text"])
+            text_bytes += len(document["text"].encode("utf-8"))
+            if len(texts) == TEXTS_AT_ONCE:
+                flush()
+        flush()
+        splits[split] = writer.close() | {"text_bytes": text_bytes}
+    write_index(folder, tokenizer, splits, key=key, config_hash=config.hash, source_hash=audit["source_hash"])
+    names = [file["name"] for entry in splits.values() for file in [*entry["files"], entry["offsets"]]]
+    remove_others(folder, "*.bin*", names)
+    for split, entry in splits.items():
+        rate = entry["text_bytes"] / max(1, entry["n_tokens"] - 2 * entry["n_docs"])
+        clock.say(f"tokens/{split}: {entry['n_tokens']:,} tokens of {entry['n_docs']:,} documents in "
+                  f"{len(entry['files'])} files, {rate:.2f} bytes per token")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The flow
+
+def input_paths(config):
+    """The files that the patterns in `inputs` stand for, sorted; refuses a pattern that matches nothing."""
+    paths, problems = set(), []
+    for pattern in config.inputs:
+        found = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
+        if Path(pattern).is_dir():
+            found = glob.glob(os.path.join(glob.escape(pattern), "**"), recursive=True)
+        files = {Path(name) for name in found if Path(name).is_file()}
+        if not files:
+            problems.append(f"--inputs: {pattern!r} matches no file (looked in {os.getcwd()})")
+        paths |= files
+    if problems:
+        refuse(*problems)
+    return sorted(paths)
+
+
+def check_config(config):
+    problems = [f"rules: there is no rule set {name!r}; there are {', '.join(RULES)}" for name in config.rules
+                if name not in RULES]
+    if config.corpus not in ("", "pydoc"):
+        problems.append(f"corpus must be 'pydoc' or empty, found {config.corpus!r}")
+    if not config.corpus and not config.inputs:
+        problems.append("there is nothing to read: give --inputs=FILES, or --corpus=pydoc for Python's documentation")
+    for name in ("language_threshold", "max_replacement", "min_ascii", "minhash_threshold", "val_fraction"):
+        if not 0 <= getattr(config, name) <= 1:
+            problems.append(f"{name} must lie between 0 and 1, found {getattr(config, name)}")
+    for name in ("minhash_bands", "minhash_rows", "shard_tokens", "workers", "max_decompressed"):
+        if getattr(config, name) < 1:
+            problems.append(f"{name} must be at least 1, found {getattr(config, name)}")
+    if problems:
+        refuse(*problems)
+
+
+def intact(root, entry):
+    path = root / entry["file"]
+    return path.exists() and sha256_file(path) == entry["sha256"]
+
+
+def report(audit):
+    """Print what was lost in reading, the waterfall, and what is left of each split."""
+    for item in audit["inputs"]:
+        if not item["whole"]:
+            lost = ", ".join(f"{name} {count:,}" for name, count in item["losses"].items())
+            print(f"{item['file']} was not read whole: {lost}")
+    print("\n" + "\n".join(waterfall(audit)) + "\n")
+    mended = {note: counts["documents"] for note, counts in audit["notes"].items() if not note.startswith("decoded_by")}
+    if mended:
+        print("mended: " + ", ".join(f"{note} {count:,}" for note, count in mended.items()))
+    for split in ("train", "val"):
+        entries = [entry for entry in audit["documents"] if entry["split"] == split]
+        print(f"{split}: {sum(entry['documents'] for entry in entries):,} documents, "
+              f"{sum(entry['bytes'] for entry in entries):,} bytes of text")
+
+
+def refuse_empty(audit):
+    """No document is left: say what dropped them."""
+    first = next(iter(audit["filters"].values()))["documents_in"]
+    if not first:
+        refuse("the inputs hold no documents at all (see above what was lost in reading them)")
+    name, stage = max(audit["filters"].items(), key=lambda item: item[1]["documents_in"] - item[1]["documents_out"])
+    reasons = ", ".join(f"{reason} {counts['documents']:,}" for reason, counts in stage["reasons"].items())
+    refuse(f"of {first:,} documents none is left. Most were dropped by the filter '{name}' ({reasons}); "
+           "audit.json has examples of each reason")
+
+
+def main(config):
+    check_config(config)
+    root = Path(config.data_dir)
+    lock = lock_folder(root)
+    clock, program = Clock(), program_hash()
+
+    # 1. What to read. The embedded corpus becomes an input file like any other.
+    paths = input_paths(config)
+    if config.corpus == "pydoc":
+        archive, corpus, made = build_corpus(root / "input", config.corpus_modules, progress)
+        paths = [archive, *paths]
+        clock.say(f"{'made' if made else 'unchanged:'} {archive}: {corpus['pages']} pages of documentation, "
+                  f"{corpus['html_bytes'] / 1e6:.1f} MB of HTML, {sum(corpus['planted'].values())} planted pages")
+        if made:
+            failed = {module: reason for module, reason in corpus["skipped"].items() if ": " in reason}
+            print("modules that cannot be imported here: " + ", ".join(sorted(failed)) if failed else "", flush=True)
+
+    # 2. Clean each input file by itself.
+    done = clean_inputs(paths, config, root / "work", program, clock)
+    source_hash = digest([target.name for target, _ in done])
+
+    # 3. Deduplicate over all of them, split by page, write documents and audit.
+    key = digest(source_hash, {name: getattr(config, name) for name in DOCS_KEYS}, program)
+    audit_file = root / "audit.json"
+    audit = read_json(audit_file) if audit_file.exists() else {}
+    if audit.get("key") == key and all(intact(root, entry) for entry in audit["documents"]):
+        print("documents: done before and unchanged")
+    else:
+        audit_file.unlink(missing_ok=True)
+        counts = empty_audit([*(step.__name__ for step in FILTERS), *config.rules, "exact_duplicate", "near_duplicate"])
+        for _, part in done:
+            add(counts, part["audit"])
+        documents = write_documents(done, config, root / "docs", counts)
+        audit = {"key": key, "config_hash": config.hash, "source_hash": source_hash,
+                 "inputs": [{"file": path.name, "part": target.name, "documents": part["documents"],
+                             "whole": part["whole"], "losses": part["losses"]}
+                            for path, (target, part) in zip(paths, done)],
+                 **finished(counts, dict(config.items())), "documents": documents}
+        clock.say("deduplicated and written")
+        report(audit)
+        if not documents:
+            refuse_empty(audit)
+        write_json(audit_file, audit)
+        remove_others(root / "docs", "*.jsonl.zst*", [Path(entry["file"]).name for entry in documents])
+        remove_others(root / "work", "*", [target.name + suffix for target, _ in done
+                                           for suffix in (".jsonl.zst", ".npz", ".json")])
+
+    # 4. Token shards, once there is a tokenizer.
+    if not (root / "tokenizer").exists():
+        print(f"next: {config.command('train_tokenizer.py')}\nthen: {config.command('prepare_data.py')}")
+        return
+    tokenizer = Tokenizer.load(root / "tokenizer")
+    tokens_key = digest(key, [entry["sha256"] for entry in audit["documents"]], tokenizer.hash, config.shard_tokens)
+    index_file = root / "tokens" / "index.json"
+    if index_file.exists() and read_json(index_file).get("key") == tokens_key:
+        print("tokens: done before and unchanged")
+    else:
+        write_tokens(config, tokenizer, tokens_key, audit, clock)
+    lock.close()
+
+
+if __name__ == "__main__":
+    main(configure(globals()))
