@@ -140,9 +140,9 @@ def read_schema(path):
 
 
 def read_schemas(script):
-    """{stem: schema} of this script and of all those that lie beside this file."""
+    """{stem: schema} of this script and of all others, which lie beside this file or in runs/."""
     schemas = {}
-    for path in sorted({script, *ROOT.glob("*.py")}):
+    for path in sorted({script, *ROOT.glob("*.py"), *ROOT.glob("runs/*.py")}):
         try:
             schema = read_schema(path)
         except (OSError, ValueError, SyntaxError) as error:
