@@ -10,4 +10,4 @@ out_dir = "out/demo"
 
 # The documents are Python's own documentation. It is no prose: Gopher's rules would keep about one page in 600, so the
 # guards alone decide here.
-prepare_data = dict(make_corpus="pydoc")
+prepare_data = dict(corpus="pydoc")

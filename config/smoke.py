@@ -6,7 +6,7 @@ Every stage once, as small as it can be and still be real: to see that the chain
 data_dir = "data/smoke"
 out_dir = "out/smoke"
 
-prepare_data = dict(make_corpus="pydoc", corpus_modules=60)
+prepare_data = dict(corpus="pydoc", corpus_modules=60)
 train_tokenizer = dict(vocab_size=1024)
 prepare_chat = dict(questions=600, val_questions=20, preferences=200, val_preferences=60, control_preferences=40,
                     prompts=100, val_prompts=40)

@@ -1,13 +1,13 @@
 """
 Runs the stages one after the other and records what each took; runs/demo.sh calls this.
 
-    python runs/chain.py [config/demo.py] [more config files] [--key=value of train.py's keys, such as --out_dir=out/two]
+    python runs/chain.py [config/demo.py] [more config files] [--key=value of train.py's keys, as --out_dir=out/two]
 
 An override goes to every stage that has the key; what is for one stage alone is better written in a config file.
 Every stage decides by itself whether it is done, to be continued, or to be begun, so this list knows nothing of that.
 Appends to out_dir/timing.jsonl one line per call that did something: stage, wall and CPU seconds, exit status. The time
-of a stage is the sum of its calls up to the one that finished (runs/report.py adds them up); a call that found its stage
-done is not recorded.
+of a stage is the sum of its calls up to the one that finished (runs/report.py adds them up); a call that found its
+stage done is not recorded.
 """
 import json
 import os

@@ -3,8 +3,9 @@ What a run has come to: one table with every stage's numbers beside what was pro
 
     python runs/report.py config/demo.py
 
-Reads only what the stages wrote: data_dir/audit.json, data_dir/tokenizer/report.json, out_dir/*/result.json and log.jsonl,
-out_dir/evaluate.json, out_dir/timing.jsonl. What is not there is left out. Writes out_dir/report.{txt,json,png}.
+Reads only what the stages wrote: data_dir/audit.json, data_dir/tokenizer/report.json, out_dir/*/result.json and
+log.jsonl, out_dir/evaluate.json, out_dir/timing.jsonl. What is not there is left out. Writes out_dir/report.txt,
+report.json and report.png.
 """
 import json
 import sys
@@ -54,15 +55,17 @@ def read_timing(path):
 # --- The table -------------------------------------------------------------------------------------------------------
 
 class Table:
-    """Rows of (stage, what, measured, target, verdict). A number that was not measured gets no row, unless something was
-    promised about it."""
+    """Rows of (stage, what, measured, target, verdict).
+
+    A number that was not measured gets no row, unless something was promised about it."""
 
     def __init__(self, judge):
         self.rows, self.judge = [], judge
 
     def add(self, stage, what, value, form, at_least=None, at_most=None, below=None):
         write = lambda number: format(number, form) if not isinstance(number, str) else number
-        bounds = [(sign, bound) for sign, bound in ((">=", at_least), ("<=", at_most), ("<", below)) if bound is not None]
+        bounds = {">=": at_least, "<=": at_most, "<": below}
+        bounds = [(sign, bound) for sign, bound in bounds.items() if bound is not None]
         target = " ".join(f"{sign} {write(bound)}" for sign, bound in bounds) if self.judge else ""
         if value is None and not target:
             return
@@ -79,7 +82,8 @@ class Table:
         before = None
         for stage, what, value, target, verdict in rows:
             stage, before = ("" if stage == before else stage), stage
-            yield (f"{stage:<{widths[0]}}  {what:<{widths[1]}}  {value:>{widths[2]}}  {target:<{widths[3]}}  {verdict}").rstrip()
+            cells = [f"{stage:<{widths[0]}}", f"{what:<{widths[1]}}", f"{value:>{widths[2]}}", f"{target:<{widths[3]}}"]
+            yield "  ".join([*cells, verdict]).rstrip()
 
 
 def fill(table, found, config):
@@ -98,7 +102,8 @@ def fill(table, found, config):
     table.add("pretrain", "parameters", value_at(found, "pretrain", "parameters"), ",")
     table.add("pretrain", "tokens trained on", value_at(found, "pretrain", "tokens"), ",")
     table.add("pretrain", "held-out loss (nats per token)", base.get("loss"), ".3f")
-    table.add("pretrain", "held-out bits per byte; target: xz -9e alone", base.get("bits_per_byte"), ".3f", below=text.get("xz"))
+    table.add("pretrain", "held-out bits per byte; target: xz -9e alone", base.get("bits_per_byte"), ".3f",
+              below=text.get("xz"))
     table.add("pretrain", "  xz that has seen the training text", text.get("xz_primed"), ".3f")
     table.add("pretrain", "  bits per byte on lines never seen", base.get("bits_per_byte_new_lines"), ".3f")
     table.add("pretrain", "  held-out 13-grams that training has", text.get("grams_in_training"), ".1%")
@@ -124,8 +129,8 @@ def fill(table, found, config):
     before, after = value_at(found, "ppo", "before") or {}, value_at(found, "ppo", "after") or {}
     bounds = value_at(found, "ppo", "bounds") or {}
     bound = lambda name, side: value_at(bounds, name, side)
-    table.add("ppo", "rise of the rule's score, in deviations", value_at(found, "ppo", "gold_rise_in_deviations"), ".2f",
-              at_least=1.0)
+    rise = value_at(found, "ppo", "gold_rise_in_deviations")
+    table.add("ppo", "rise of the rule's score, in deviations", rise, ".2f", at_least=1.0)
     table.add("ppo", "  the rule's score before", before.get("gold"), ".3f")
     table.add("ppo", "  the rule's score after", after.get("gold"), ".3f")
     table.add("ppo", "KL to the reference, nats per answer", after.get("kl"), ".2f", at_most=bound("kl", "at_most"))
@@ -179,7 +184,8 @@ def draw(path, found, logs):
         axis.margins(x=0.18)
 
     filters = value_at(found, "audit", "filters") or {}
-    bars(panel("Documents left after each filter"), list(filters), [stage["documents_out"] for stage in filters.values()], blue)
+    left = [stage["documents_out"] for stage in filters.values()]
+    bars(panel("Documents left after each filter"), list(filters), left, blue)
 
     for name, title in (("pretrain", "Pretraining"), ("sft", "Instruction tuning")):
         axis = panel(f"{title}: loss", "step", "nats per token")
@@ -203,8 +209,8 @@ def draw(path, found, logs):
             ("best baseline", grey, lambda kind: kinds[kind]["best_baseline"]),
             ("after tuning", blue, lambda kind: value_at(models, "sft", "questions", kind, "exact")),
             ("after PPO", orange, lambda kind: value_at(models, "ppo", "questions", kind, "exact")))):
-        axis.barh([row + 0.27 * (shift - 1) for row in range(len(kinds))], [of(kind) or 0 for kind in kinds], 0.25, label=label,
-                  color=colour)
+        rows = [row + 0.27 * (shift - 1) for row in range(len(kinds))]
+        axis.barh(rows, [of(kind) or 0 for kind in kinds], 0.25, label=label, color=colour)
     axis.set_yticks(range(len(kinds)), list(kinds), fontsize=8)
     axis.set_xlim(0, 1)
     axis.invert_yaxis()
@@ -231,7 +237,8 @@ def draw(path, found, logs):
         other.set_ylabel("KL to the reference, nats per answer", color=orange)
         other.spines["top"].set_visible(False)
 
-    bars(panel("Seconds of each stage"), [stage for stage, _, _ in found["timing"]], [wall for _, wall, _ in found["timing"]], blue)
+    walls = {stage: wall for stage, wall, _ in found["timing"]}
+    bars(panel("Seconds of each stage"), list(walls), list(walls.values()), blue)
     figure.tight_layout()
     figure.savefig(path.with_suffix(".tmp.png"), dpi=110)
     path.with_suffix(".tmp.png").replace(path)

@@ -16,21 +16,21 @@
 #
 # Before: .venv and the token shards on a file system that all nodes see (runs/demo.sh makes the first, prepare_data.py
 # the second). After an interruption submit the same again: train.py continues from its newest sound full checkpoint.
-# A requeued job does that by itself. What is lost is the work since that checkpoint (save_full in the config): saving at
-# once when Slurm announces the end (SIGTERM) is not there yet.
+# A requeued job does that by itself. What is lost is the work since that checkpoint (save_full in the config): saving
+# at once when Slurm announces the end (SIGTERM) is not there yet.
 set -eu
 cd "${SLURM_SUBMIT_DIR:?submit this with sbatch}"
 
 # torchrun gives every process its RANK, LOCAL_RANK and WORLD_SIZE; nothing of that is set by hand, and the same command
-# runs on every node. The first node is only where they meet. The port is for meeting, too: NCCL then talks over ports of
-# its own that the kernel picks, so opening this one in a firewall is not enough.
+# runs on every node. The first node is only where they meet. The port is for meeting, too: NCCL then talks over ports
+# of its own that the kernel picks, so opening this one in a firewall is not enough.
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))      # two jobs whose first node is the same do not collide
 
 # NCCL finds its way by itself; set what follows only when it does not, and look at what NCCL_DEBUG=INFO says then.
 #   NCCL_SOCKET_IFNAME=eth0    which network interface to meet on, when a node has several and the wrong one is taken
 #   NCCL_IB_HCA=mlx5_0,...     which InfiniBand or RoCE cards
-#   NCCL_IB_DISABLE=1          gives up RDMA for TCP: a test of whether InfiniBand is the trouble, never a setting to keep
+#   NCCL_IB_DISABLE=1          gives up RDMA for TCP: tells whether InfiniBand is the trouble; no setting to keep
 # There is no switch NCCL_VERSION (NCCL comes inside the torch wheel), and CUDA_VISIBLE_DEVICES is for one node only.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}   # a dead rank ends the job, not hangs it
