@@ -44,7 +44,7 @@ models = "pretrain,sft,ppo"     # stages of out_dir or model folders, separated 
 probes = "config/probes.jsonl"  # one {"prompt": text, "expected": text} a line
 seed = 1                        # of the sampled remarks
 text_tokens = 0                 # held-out tokens that are scored; 0: all
-stride = 128                    # tokens scored per window; the rest of the window is context
+stride = 192                    # tokens scored per window, what is before them in the window is context
 batch_size = 64                 # windows, or prompts, at a time
 questions = 60                  # per kind
 remarks = 100                   # sampled answers to held-out remark prompts
@@ -287,7 +287,7 @@ def percent(value):
 
 def print_report(result):
     names = list(result["models"])
-    head = "".join(f"{name[:12]:>14}" for name in names)
+    head = "".join(f"{name[-12:]:>14}" for name in names)
     text = result["text"]
     print(f"\nheld-out pages: {text['tokens']:,} tokens, {text['bytes']:,} bytes; of their 13-grams {percent(text['grams_in_training']).strip()} "
           "stand in the training text")
