@@ -1,0 +1,213 @@
+"""reward.py: where an answer is scored, what the loss sees, what is reported, and that a run can be interrupted."""
+import copy
+import gc
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+import reward
+import toy
+from engine import checkpoint, hf, rl
+from model import ScalarModel
+from small import ALONE
+
+
+@pytest.fixture(scope="module")
+def words():
+    return toy.tokenizer()
+
+
+@pytest.fixture(scope="module")
+def world(words, tmp_path_factory):
+    """A folder with data and an untrained model where sft.py would have put a trained one."""
+    folder = tmp_path_factory.mktemp("reward")
+    toy.write_data(folder / "data", pairs=40, control=12)
+    toy.save(folder / "out" / "sft", toy.model(words, sharpness=4.0), words)
+    return folder
+
+
+def scalar(words, seed=3):
+    trunk = toy.model(words, sharpness=4.0, n_layer=2)
+    made = ScalarModel(trunk.config).init_weights(seed)
+    made.model.load_state_dict(trunk.model.state_dict())
+    return made.eval()
+
+
+def config_of(world, out, *more):
+    return toy.config_of(reward, f"--data_dir={world}/data", f"--out_dir={out}", f"--init_from={world}/out/sft",
+                         "--pairs_per_step=8", "--micro_batch_size=3", "--sft_samples=8", "--max_new_tokens=12", *more)
+
+
+def dialogues(world, words, name="train"):
+    pairs, _ = reward.read_pairs(world / "data" / "chat" / f"preferences_{name}.jsonl", words, 128)
+    return pairs
+
+
+# ------------------------------------------------------------------------------------------------------------- scores
+
+def test_a_score_depends_on_its_own_dialogue_only(world, words):
+    """Alone, in a batch with longer ones, padded left or right: the same number. And it is read at the last token."""
+    model, pairs = scalar(words), dialogues(world, words)
+    rows = [pair["chosen"] for pair in pairs[:6]]
+    assert len({len(row) for row in rows}) > 1
+    together = reward.score(model, rows, words.pad_id, "cpu")
+    alone = torch.cat([reward.score(model, [row], words.pad_id, "cpu") for row in rows])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    width = max(map(len, rows)) + 5
+    ids = torch.tensor([[words.pad_id] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
+    torch.testing.assert_close(rl.at_last(model(ids, mask=mask), mask), alone, rtol=0, atol=1e-5)
+    other_padding = reward.score(model, rows, words.bos_id, "cpu")
+    assert torch.equal(other_padding, together)
+    full = torch.stack([model(torch.tensor([row]))[0, -1] for row in rows])
+    torch.testing.assert_close(together, full, rtol=0, atol=1e-5)
+    assert all(row[-1] == words.special("<|end|>") for row in rows)
+
+
+def test_both_sides_in_one_forward_pass(world, words):
+    model, pairs = scalar(words), dialogues(world, words)[:4]
+    calls = []
+    model.register_forward_hook(lambda *args: calls.append(1))
+    chosen, rejected = reward.score_pairs(model, pairs, words.pad_id, "cpu")
+    assert len(calls) == 1
+    swapped = [{**pair, "chosen": pair["rejected"], "rejected": pair["chosen"]} for pair in pairs]
+    torch.testing.assert_close(torch.stack(reward.score_pairs(model, swapped, words.pad_id, "cpu")),
+                               torch.stack([rejected, chosen]), rtol=0, atol=1e-5)
+
+
+def test_scoring_all_keeps_the_order(world, words):
+    model, pairs = scalar(words), dialogues(world, words)
+    chosen, rejected = reward.score_all(model, pairs, words.pad_id, ALONE, size=7)
+    for i in (0, 13, 39):
+        one = torch.cat(reward.score_pairs(model, [pairs[i]], words.pad_id, "cpu"))
+        torch.testing.assert_close(torch.stack([chosen[i], rejected[i]]), one, rtol=0, atol=1e-5)
+
+
+def test_gradient_does_not_depend_on_the_micro_batches(world, words):
+    pairs = dialogues(world, words)[:8]
+    gradients = []
+    for size in (8, 3, 1):
+        model = scalar(words)
+        for micro in reward.micro_batches(pairs, ALONE, size):
+            (rl.ranking_loss(*reward.score_pairs(model, micro, words.pad_id, "cpu")).sum() / len(pairs)).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert gradients[0].norm() > 1e-3
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-4, atol=1e-6)
+
+
+def test_ranks_share_the_pairs(world, words):
+    pairs = dialogues(world, words)[:8]
+    shares = []
+    for rank in range(2):
+        setup = copy.copy(ALONE)
+        setup.rank, setup.world = rank, 2
+        shares += [pair["chosen"] for micro in reward.micro_batches(pairs, setup, 3) for pair in micro]
+    assert sorted(shares) == sorted(pair["chosen"] for pair in pairs)
+
+
+# ------------------------------------------------------------------------------------------------------------ reports
+
+def test_report_by_margin_with_ties():
+    pairs = [{"gap": gap} for gap in (0.5, 0.9, 1.2, 3.0, math.nan)]
+    found = reward.report(pairs, torch.tensor([1.0, 0.0, 2.0, 1.0, 0.0]), torch.tensor([0.0, 0.0, 3.0, 0.0, 0.0]))
+    assert found["accuracy"] == pytest.approx((1 + 0.5 + 0 + 1 + 0.5) / 5)
+    assert [(b["from"], b["pairs"], b["accuracy"]) for b in found["by_margin"]] == [(0.0, 2, 0.75), (1.0, 1, 0.0), (2.0, 1, 1.0)]
+
+
+def test_report_on_control_pairs_counts_tokens_of_the_answer():
+    def pair(chosen, rejected):
+        return {"chosen": [0] * (10 + chosen), "rejected": [0] * (10 + rejected), "prompt": 10}
+    pairs = [pair(6, 3), pair(3, 6), pair(8, 4), pair(5, 4)]               # the last one is not far enough apart
+    found = reward.report_control(pairs, torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([0.0, 0.0, 0.0, 0.0]), 1.5)
+    assert (found["pairs"], found["left_out"], found["smallest_length_ratio"]) == (3, 1, 2.0)
+    assert found["accuracy"] == pytest.approx(2.5 / 3)
+    assert found["prefers_longer"] == pytest.approx((1 + 0 + 0.5) / 3)
+    assert reward.report_control([pair(5, 4)], torch.ones(1), torch.zeros(1), 1.5) == {"pairs": 0, "left_out": 1}
+
+
+def test_ranked_lines_and_margins(tmp_path, words):
+    prompt = [{"role": "user", "content": "What?"}]
+    toy.write_lines(tmp_path / "p.jsonl", [{"prompt": prompt, "ranked": ["a", "bb", "ccc"]},
+                                           {"prompt": prompt, "chosen": "a", "rejected": "b", "margin": 0.5},
+                                           {"prompt": prompt, "chosen": "x" * 300, "rejected": "b"}])
+    pairs, too_long = reward.read_pairs(tmp_path / "p.jsonl", words, 100)
+    answers = [tuple(words.decode(pair[side][pair["prompt"]:]) for side in ("chosen", "rejected")) for pair in pairs]
+    assert answers == [("a", "bb"), ("a", "ccc"), ("bb", "ccc"), ("a", "b")]
+    assert [pair["margin"] for pair in pairs] == [0.0, 0.0, 0.0, 0.5] and too_long == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ the run
+
+def weights_of(out):
+    model, _ = hf.load_model(out / "reward", kind="scalar")
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_scores_of_the_starting_models_answers_are_standard(world, words, tmp_path, monkeypatch):
+    """Mean 0 and deviation 1 over the very answers that were drawn, by the model as it is read back from its folder."""
+    drawn = []
+
+    def remember(policy, prompts, *args, **kwargs):
+        drawn.append((prompts, generate(policy, prompts, *args, **kwargs).ids))
+        return generate(policy, prompts, *args, **kwargs)
+    generate = reward.generate
+    monkeypatch.setattr(reward, "generate", remember)
+    reward.main(config_of(world, tmp_path))
+    model, _ = hf.load_model(tmp_path / "reward", kind="scalar")
+    (prompts, answers), = drawn
+    with torch.no_grad():
+        scores = reward.score(model, [p + a for p, a in zip(prompts, answers)], words.pad_id, "cpu")
+    assert abs(scores.mean()) < 1e-4 and abs(scores.std() - 1) < 1e-4
+
+
+def test_training_pushes_chosen_over_rejected(world, tmp_path):
+    reward.main(config_of(world, tmp_path, "--epochs=12", "--learning_rate=3e-3", "--log_every=1"))
+    lines = [json.loads(line) for line in (tmp_path / "reward" / "log.jsonl").read_text().splitlines()]
+    assert lines[0]["loss"] > 0.6 and lines[-1]["loss"] < 0.4 and lines[-1]["accuracy"] > 0.8
+
+
+def test_interrupted_and_continued_is_the_same(world, tmp_path, monkeypatch, capsys):
+    """Stopped in the middle of step 4 and started again: the same bits as without the interruption."""
+    reward.main(config_of(world, tmp_path / "straight", "--save_full=2"))
+    real, calls = reward.micro_batches, []
+
+    def interrupt(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(*args)
+    monkeypatch.setattr(reward, "micro_batches", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        reward.main(config_of(world, tmp_path / "broken", "--save_full=2"))
+    gc.collect()                                                           # the lock goes with the frame that holds it
+    assert checkpoint.newest(tmp_path / "broken" / "reward", "full").name == "full_00000002"
+    reward.main(config_of(world, tmp_path / "broken", "--save_full=2"))
+    assert len(calls) == 4 + 3                                             # steps 1 2 3 (4), then 3 4 5
+    assert torch.equal(weights_of(tmp_path / "straight"), weights_of(tmp_path / "broken"))
+    capsys.readouterr()
+    reward.main(config_of(world, tmp_path / "broken", "--save_full=2"))
+    assert "already done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options, said", [
+    (["--pairs_per_step=64"], "40 usable pairs"),
+    (["--init_from=/nowhere"], "/nowhere"),
+    (["--data_dir=/nowhere"], "prepare_chat.py")])
+def test_refusals(world, tmp_path, capsys, options, said):
+    with pytest.raises(SystemExit) as refused:
+        reward.main(config_of(world, tmp_path, *options))
+    assert refused.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_changed_settings_are_refused_on_resume(world, tmp_path, capsys):
+    reward.main(config_of(world, tmp_path))
+    (tmp_path / "reward" / "result.json").unlink()
+    gc.collect()
+    with pytest.raises(SystemExit) as refused:
+        reward.main(config_of(world, tmp_path, "--learning_rate=1e-5"))
+    assert refused.value.code == 2 and "learning_rate" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "reward")
