@@ -23,13 +23,14 @@ from pathlib import Path
 
 import torch
 
-from configurator import changed_keys, configure, refuse
+from configurator import configure, refuse
 from engine import checkpoint, parallel
-from engine.files import lock_folder, read_json, write_json
+from engine.files import write_json
 from engine.hf import find_folder, load_weights, read_config
 from engine.loss import token_losses
-from engine.monitor import Monitor
+from engine.monitor import Monitor, read_log
 from engine.optim import Guard, adamw, clip, lr_at, set_lr, warmup_length
+from engine.run import continue_run, open_run, refuse_hopeless, refuse_once, save_when_due
 from engine.shards import TokenData, batch, n_blocks, step_blocks
 from engine.tokenizer import Tokenizer
 from model import Llama, ModelConfig
@@ -92,12 +93,10 @@ def open_data(config, setup):
     if not (data / "tokens" / "index.json").exists():
         wrong.append(f"{data}/tokens/index.json does not exist: no token shards")
     if wrong:
-        if setup.local_rank:            # every rank finds the same; one of them says it
-            raise SystemExit(2)
         inputs = "" if "demo" in prepare or "smoke" in prepare else " --inputs='CRAWL/*.warc.gz'"
-        refuse(*wrong, "Make them with these two commands:",
-               f"  {prepare}{inputs} && {tokenize}      documents, then a tokenizer trained on them",
-               f"  {prepare}{inputs}      again, now that there is a tokenizer: token shards")
+        refuse_once(setup, *wrong, "Make them with these two commands:",
+                    f"  {prepare}{inputs} && {tokenize}      documents, then a tokenizer trained on them",
+                    f"  {prepare}{inputs}      again, now that there is a tokenizer: token shards")
     tokenizer = Tokenizer.load(data / "tokenizer")
     train = TokenData(data / "tokens", "train", tokenizer.hash, rebuild=prepare)
     val = TokenData(data / "tokens", "val", tokenizer.hash, rebuild=prepare)
@@ -140,9 +139,7 @@ def check(config, shape, tokenizer, train, setup):
                             f"{config.block_size} * {config.micro_batch_size} * {setup.world} = {unit}; set batch_tokens = {near}, or "
                             "a micro_batch_size that divides")
     if problems:
-        if setup.local_rank:
-            raise SystemExit(2)
-        refuse(*problems)
+        refuse_once(setup, *problems)
     return config.batch_tokens // config.block_size, config.batch_tokens // unit
 
 
@@ -207,21 +204,12 @@ def evaluate(model, data, blocks, config, tokenizer, byte_counts, setup):
 def main(config):
     # 1. Where we are, and one run per folder.
     setup = parallel.start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
-    run = Path(config.out_dir) / "pretrain"
     tokenizer, train, val = open_data(config, setup)
     shape = shape_of(config, tokenizer)
     per_step, n_micro = check(config, shape, tokenizer, train, setup)
-    lock = lock_folder(run) if setup.is_main else None
-    if (run / "config.json").exists():
-        changed = changed_keys(read_json(run / "config.json"), config)
-        if changed:
-            refuse(*[f"{run} was begun with {key} = {old!r}, now it is {new!r}" for key, old, new in changed],
-                   "Give the old value to continue that run, or another --out_dir to start a new one.")
-    if (run / "result.json").exists():
-        setup.say(f"{run}: already done, {config.max_steps} steps; to train anew, remove the folder or choose another --out_dir")
+    run, lock = open_run(config, "pretrain", setup)
+    if lock is None:
         return
-    parallel.barrier(setup)             # nobody writes config.json before everybody has compared
-    config.save(run)
 
     # 2. The model, on its device, with the same bits on every rank.
     model = Llama(shape).init_weights(config.seed)
@@ -233,10 +221,9 @@ def main(config):
 
     # 3. Continue where an earlier call stopped.
     modules, optimizers = {"model": model}, {"model": optimizer}
-    state = checkpoint.resume(run, modules, optimizers, setup) or {"step": 0, "tokens": 0, "in_a_row": 0}
-    if state.get("data_hash", train.data_hash) != train.data_hash:
-        refuse(f"{run} was begun on other data (hash {state['data_hash'][:12]}, now {train.data_hash[:12]}): its order would not "
-               "continue. Bring the old data back, or start anew with another --out_dir.")
+    origin = {"data_hash": train.data_hash, "tokenizer_hash": tokenizer.hash}
+    state = continue_run(run, modules, optimizers, origin, setup)
+    tokens = state["step"] * config.batch_tokens
     guard = Guard(config.max_bad_steps, state["in_a_row"])
     model = parallel.wrap(model, setup)
 
@@ -263,20 +250,6 @@ def main(config):
         cut = [mine[i:i + config.micro_batch_size] for i in range(0, len(mine), config.micro_batch_size)]
         return [tuple(torch.from_numpy(a).to(setup.device) for a in batch(train, ids, config.block_size)) for ids in cut]
 
-    def save(step, kinds):
-        """Light before full: where a full checkpoint is, the light one of the same step is too."""
-        if not all(torch.isfinite(p).all() for p in parallel.bare(model).parameters()):
-            refuse(f"step {step}: weights are no longer finite, so nothing is saved; the checkpoints before are sound. "
-                   "Lower --learning_rate, or look at the steps before this one in log.jsonl.")
-        facts = {"tokens": state["tokens"], "in_a_row": guard.in_a_row, "config_hash": config.hash, "data_hash": train.data_hash}
-        if "light" in kinds:
-            checkpoint.save_light(run, step, model, tokenizer, setup, {**facts, "tokenizer_hash": tokenizer.hash})
-        if "full" in kinds:
-            checkpoint.save_full(run, step, modules, optimizers, facts, setup)
-        if setup.is_main:
-            for kind in kinds:
-                checkpoint.prune(run, kind, config.keep)
-
     # 5. The loop.
     model.train()
     began, began_at, waited = time.perf_counter(), state["step"], 0.0      # of the steps that the next log line speaks of
@@ -292,7 +265,7 @@ def main(config):
         if good:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        state["tokens"] += config.batch_tokens
+        tokens += config.batch_tokens
         done = step + 1
         first, last = step == state["step"], done == config.max_steps
 
@@ -303,7 +276,7 @@ def main(config):
         elif first or last or done % config.log_every == 0:
             seconds = (time.perf_counter() - began) / (done - began_at)
             record = {"loss": loss, **{f"loss_{kind}": value for kind, value in split_of(total).items()}, "lr": lr,
-                      "grad_norm": norm, "tokens": state["tokens"], "tokens_per_second": config.batch_tokens / seconds,
+                      "grad_norm": norm, "tokens": tokens, "tokens_per_second": config.batch_tokens / seconds,
                       "step_seconds": seconds, "data_seconds": waited / (done - began_at)}
             line = f"loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {config.batch_tokens / seconds:,.0f} tokens/s"
         if last or done % config.eval_every == 0:
@@ -313,22 +286,19 @@ def main(config):
         if record:
             monitor.log(done, line.strip(), **record)
         if guard.hopeless:
-            refuse(f"step {done}: {guard.in_a_row} steps in a row had a loss or gradient that is not finite, so the run ends. The last "
-                   "good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, or look at the data of these steps "
-                   "(log.jsonl names the blocks).")
-        kinds = [kind for kind, every in (("light", config.save_light), ("full", config.save_full))
-                 if last or every and done % every == 0]
-        if kinds:
-            save(done, kinds)
-        if record or kinds:
+            refuse_hopeless(guard, done, "blocks", setup)
+        facts = {"tokens": tokens, "in_a_row": guard.in_a_row, "config_hash": config.hash, **origin}
+        saved = save_when_due(run, done, config.max_steps, config, modules, optimizers, tokenizer, facts, setup)
+        if record or saved:
             began, began_at, waited = time.perf_counter(), done, 0.0
         monitor.advance()
 
     # 6. The end.
     monitor.close()
     if setup.is_main:
-        write_json(run / "result.json", {"steps": config.max_steps, "tokens": state["tokens"], "parameters": n_params,
-                                         "train_loss": loss, **{f"val_{name}": value for name, value in scores.items()}})
+        final = read_log(run)[-1]       # and not local names: a run may be killed between its last step and here
+        write_json(run / "result.json", {"steps": config.max_steps, "tokens": tokens, "parameters": n_params, **{
+            name: value for name, value in final.items() if name == "loss" or name.startswith("val_")}})
     setup.say(f"pretrained model in {checkpoint.folder_of(run, 'light', config.max_steps)}")
     parallel.finish(setup)
 

@@ -1,0 +1,76 @@
+"""What every training stage does with its folder: take it, tell whether it is new, half done or done, and save into it."""
+from pathlib import Path
+
+import torch
+
+from configurator import changed_keys, refuse
+from engine import checkpoint, parallel
+from engine.files import lock_folder, read_json
+
+
+def open_run(config, stage, setup):
+    """Takes out_dir/stage for this run; -> (folder, lock), or (folder, None) when the run is finished.
+
+    The lock lives as long as the object does: keep it. Refuses a folder that another process uses, and one that was begun
+    with other settings, naming each key with both values."""
+    folder = Path(config.out_dir) / stage
+    lock = lock_folder(folder) if setup.is_main else "held by rank 0"
+    if (folder / "config.json").exists():
+        changed = changed_keys(read_json(folder / "config.json"), config)
+        if changed:
+            refuse_once(setup, *[f"{folder} was begun with {key} = {old!r}, now it is {new!r}" for key, old, new in changed],
+                        "Give the old value to continue that run, or another --out_dir to start a new one.")
+    if (folder / "result.json").exists():
+        setup.say(f"{folder}: already done; to do it anew, remove the folder or choose another --out_dir")
+        parallel.finish(setup)
+        return folder, None
+    parallel.barrier(setup)             # nobody writes config.json before everybody has compared
+    config.save(folder)
+    return folder, lock
+
+
+def refuse_once(setup, *problems):
+    """For what every rank finds alike: one of each machine says it, all of them end."""
+    if setup.local_rank:
+        raise SystemExit(2)
+    refuse(*problems)
+
+
+def continue_run(folder, modules, optimizers, origin, setup):
+    """The state of the newest full checkpoint, loaded into everything; or that of a beginning.
+
+    origin: {name: hash} of what the run is made from (data, tokenizer). It must be what it was at the beginning."""
+    state = checkpoint.resume(folder, modules, optimizers, setup) or {"step": 0, "in_a_row": 0, **origin}
+    changed = [name for name in origin if state[name] != origin[name]]
+    if changed:
+        refuse_once(setup, *[f"{folder} was begun with {name} {state[name][:16]}, now it is {origin[name][:16]}" for name in changed],
+                    "Its order of data would not continue. Bring the old one back, or start anew with another --out_dir.")
+    return state
+
+
+def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, facts, setup):
+    """Saves after step `done` of `total` what the intervals ask for, and removes what is older than config.keep; -> whether
+    it did. Light before full: where a full checkpoint is, the light one of its step is too. The first of modules is the model
+    that a light checkpoint holds. Weights that are not finite are never saved."""
+    due = [kind for kind, every in (("light", config.save_light), ("full", config.save_full))
+           if done == total or every and done % every == 0]
+    if not due:
+        return False
+    model = next(iter(modules.values()))
+    if not all(torch.isfinite(p).all() for p in model.parameters()):
+        refuse_once(setup, f"step {done}: weights are no longer finite, so nothing is saved; the checkpoints before are sound. "
+                    "Lower --learning_rate, or look at the steps before this one in log.jsonl.")
+    if "light" in due:
+        checkpoint.save_light(folder, done, model, tokenizer, setup, facts)
+    if "full" in due:
+        checkpoint.save_full(folder, done, modules, optimizers, facts, setup)
+    if setup.is_main:
+        for kind in due:
+            checkpoint.prune(folder, kind, config.keep)
+    return True
+
+
+def refuse_hopeless(guard, step, what, setup):
+    refuse_once(setup, f"step {step}: {guard.in_a_row} steps in a row had a loss or gradient that is not finite, so the run ends. The "
+                "last good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, or look at the data of these steps: "
+                f"log.jsonl has their {what}.")
