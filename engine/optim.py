@@ -5,8 +5,8 @@ import torch
 
 
 def adamw(model, learning_rate, weight_decay, betas=(0.9, 0.95), eps=1e-8):
-    """Two groups: matrices and embeddings (two or more dimensions) decay, gains and biases do not. By dimension and not by
-    name: a rule for "layer_norm.weight" matches nothing in a Llama, whose norms are called otherwise.
+    """Two groups: matrices and embeddings (two or more dimensions) decay, gains and biases do not. By dimension and not
+    by name: a rule for "layer_norm.weight" matches nothing in a Llama, whose norms are called otherwise.
 
     torch's fused kernel makes one pass over the parameters; it exists for CPU and CUDA."""
     decayed = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
@@ -17,8 +17,8 @@ def adamw(model, learning_rate, weight_decay, betas=(0.9, 0.95), eps=1e-8):
 
 
 def warmup_length(max_steps, asked=None):
-    """min(2000, 0.4 % of the run) as is common, but not below 10 steps or a tenth of a short run: 0.4 % of 1000 steps would
-    be 4, and Adam's second moment (beta2 = 0.95) is noise for about 20."""
+    """min(2000, 0.4 % of the run) as is common, but not below 10 steps or a tenth of a short run: 0.4 % of 1000 steps
+    would be 4, and Adam's second moment (beta2 = 0.95) is noise for about 20."""
     if asked is not None:
         return asked
     return max(min(2000, int(0.004 * max_steps)), min(100, max_steps // 10))
@@ -43,8 +43,9 @@ def set_lr(optimizer, learning_rate):
 
 
 def clip(parameters, max_norm):
-    """Scales all gradients so that their joint norm is at most max_norm (0: only measures); -> the norm before, a tensor.
-    It is NaN or inf when any gradient is: a free detector, and the caller must then not step."""
+    """Scales all gradients so that their joint norm is at most max_norm (0: only measures); -> the norm before, a
+    tensor. It is NaN or inf when any gradient is: a free detector, and the caller must then not step."""
+    parameters = list(parameters)          # model.parameters() is a generator: read once, it would have nothing left to scale
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients, foreach=None)
     if max_norm:
@@ -53,9 +54,10 @@ def clip(parameters, max_norm):
 
 
 class Guard:
-    """Judges each step. A loss or gradient that is not finite never reaches the weights: one NaN in Adam's moments stays
-    there. The norm is taken over gradients that all ranks share, the loss is summed over ranks, so every rank comes to the
-    same verdict. After `max_bad` such steps in a row the run ends, with the last good checkpoint as it was."""
+    """Judges each step. A loss or gradient that is not finite never reaches the weights: one NaN in Adam's moments
+    stays there. The norm is taken over gradients that all ranks share, the loss is summed over ranks, so every rank
+    comes to the same verdict. After `max_bad` such steps in a row the run ends, with the last good checkpoint as it
+    was."""
 
     def __init__(self, max_bad, in_a_row=0):
         self.max_bad, self.in_a_row = max_bad, in_a_row

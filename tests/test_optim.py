@@ -36,6 +36,15 @@ def test_warm_up():
     assert warmup_length(1000, asked=0) == 0 and lr_at(0, 10, 1.0, 0) == 1.0
 
 
+def test_clip_scales_the_gradients_of_a_module():
+    """As the training loops call it, with model.parameters(), which can be read only once."""
+    module = torch.nn.Linear(2, 2)
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, 5.0)
+    clip(module.parameters(), 0.5)
+    assert torch.cat([p.grad.flatten() for p in module.parameters()]).norm().item() == pytest.approx(0.5, rel=1e-4)
+
+
 def test_clip_scales_to_the_norm_and_tells_what_is_not_finite():
     a, b = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))
     a.grad, b.grad = torch.full((3,), 3.0), torch.full((2,), 4.0)
