@@ -152,7 +152,7 @@ class Corpus:
     right one. Position p holds symbol[p] (-1: unlinked); before[p], after[p] are its neighbours in the word (-1: none).
 
     counts   pair -> how often it occurs now
-    places   pair -> positions where its left symbol stands or stood; whoever uses them checks that they still hold
+    places   pair -> positions where its left symbol stands or stood, ascending; to be checked before use
     """
 
     def __init__(self, words):
@@ -205,7 +205,6 @@ class Corpus:
         left = left[symbol[after[left]] == b]
         if a == b:
             # In a run "aaaa" each place overlaps the next: from the left, take every second one of each run.
-            left = np.sort(left)
             index = np.arange(len(left))
             starts_run = np.concatenate(([True], left[1:] != after[left[:-1]]))
             left = left[(index - np.maximum.accumulate(np.where(starts_run, index, 0))) % 2 == 0]
@@ -238,7 +237,7 @@ class Corpus:
         symbol, before, after, word, weight = self.views
         counts = self.counts
         born = {}                                          # key -> [count, places]
-        for left in sorted(places.tolist()):
+        for left in places.tolist():
             right = after[left]
             if symbol[left] != a or right < 0 or symbol[right] != b:
                 continue
@@ -397,7 +396,6 @@ def main(config):
     if report := finished(folder, source):
         print(f"{folder}: already done ({report['vocab_size']} tokens, hash {report['hash'][:16]})")
         return print_report(report)
-    (folder / "report.json").unlink(missing_ok=True)       # what follows replaces the files one by one; it comes last
 
     # 2. The pieces of the training text, each with its count.
     start = time.perf_counter()
@@ -431,7 +429,8 @@ def main(config):
     tokenizer.save(folder)
     tokenizer.save_ranks(folder / "tokenizer.tiktoken")
 
-    # 5. How well it does on text it has not seen. The report is written last: it says that the rest is whole.
+    # 5. How well it does on text it has not seen. The report is written last and has the others' checksums: with it in
+    # place and true, the folder is whole; after a kill anywhere before, it is not, and all is made again.
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.tiktoken")
     report = {
         "vocab_size": tokenizer.vocab_size, "vocab_size_asked": config.vocab_size, "hash": tokenizer.hash,

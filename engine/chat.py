@@ -213,8 +213,8 @@ def _short(value):
 
 def read_lines(path, check):
     """
-    The entries of a JSONL file. check(entry, line number) -> (entries it becomes, what is wrong). Lines end at "\\n" only:
-    JSON allows other line separators inside a text, where str.splitlines() would cut.
+    The entries of a JSONL file. check(entry, line number) -> (entries it becomes, what is wrong with it). Lines end at
+    "\\n" only: JSON allows other line separators inside a text, where str.splitlines() would cut.
     """
     path = Path(path)
     try:
