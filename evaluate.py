@@ -10,7 +10,8 @@ Writes out_dir/evaluate.json and prints it as tables:
   text        loss and bits per byte on the held-out pages. Beside it, also where it looks bad: xz on the same bytes, xz
               that has seen the training text, bits per byte on lines that stand nowhere in the training text, and how
               much of the held-out text does (13-grams). Documentation repeats itself; a number alone would flatter.
-  questions   for each kind: exact answers, answers in the right format, answers that end by themselves; greedy decoding.
+  questions   for each kind: exact answers, answers in the right format, answers that end by themselves; greedy
+  decoding.
               Beside it the best of three baselines that understand nothing (prepare_chat.py). A kind counts as
               generalised when it is 30 points or more above its best baseline.
   remarks     sampled at temperature 1: mean programmatic score, its spread, length
@@ -61,13 +62,15 @@ LEAD = 0.30                     # above the best baseline: generalised
 XZ_WINDOW = 64 << 20            # bytes that `xz -9e` looks back
 
 
-# --- Text ----------------------------------------------------------------------------------------------------------------
+# --- Text -------------------------------------------------------------------------------------------------------------
 
 @torch.inference_mode()
 def token_nats(model, ids, config, setup):
-    """-log p of ids[1:], each from a window of at most block_size tokens that reaches back as far as it can. -> (n - 1,)
+    """-log p of ids[1:], each from a window of at most block_size tokens that reaches back as far as it can. -> (n -
+    1,)
 
-    Windows begin every `stride` tokens, so each token but the first ones sees at least block_size - stride before it."""
+    Windows begin every `stride` tokens, so each token but the first ones sees at least block_size - stride before
+    it."""
     size, stride = model.config.block_size, min(config.stride, model.config.block_size)
     starts = [0] + list(range(stride, max(1, len(ids) - 1 - (size - stride)), stride))
     nats = np.empty(len(ids) - 1)
@@ -110,8 +113,8 @@ def text_scores(nats, targets, tokenizer, known_lines):
 def xz_bits(train, val):
     """Bits per byte that `xz -9e` needs for val alone, and for val when it follows train in one stream.
 
-    For the second number there is one compression, and a decompressor says how much of it the training text took: fed in
-    small pieces until it has given back all of train."""
+    For the second number there is one compression, and a decompressor says how much of it the training text took: fed
+    in small pieces until it has given back all of train."""
     preset = 9 | lzma.PRESET_EXTREME
     alone = len(lzma.compress(val, preset=preset))
     together = lzma.compress(train + val, preset=preset)
@@ -146,7 +149,7 @@ def grams(text, vocabulary):
 
 
 def leakage(train_documents, texts):
-    """{name: share of the 13-grams of texts[name] that stand in the training text; None when there are none}, and counts."""
+    """{name: what share of the 13-grams of the list texts[name] stands in the training text, and counts}"""
     vocabulary = {}
     known = np.unique(np.concatenate([grams(document, vocabulary) for document in train_documents]
                                      or [np.zeros(0, dtype=np.uint64)]))
@@ -161,15 +164,16 @@ def leakage(train_documents, texts):
     return result
 
 
-# --- Answers -------------------------------------------------------------------------------------------------------------
+# --- Answers ----------------------------------------------------------------------------------------------------------
 
 def complete(model, prompts, config, max_new_tokens, stop_ids, temperature=0.0):
-    """[(new ids without the stop token, whether it stopped)] for prompts of any length, in batches of similar length."""
+    """[(new ids without the stop token, whether it stopped)] for prompts of any length."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     result = [None] * len(prompts)
     for start in range(0, len(order), config.batch_size):
         part = order[start:start + config.batch_size]
-        made = generate(model, [prompts[i] for i in part], max_new_tokens, stop_ids, temperature, seed=config.seed + start)
+        batch = [prompts[i] for i in part]                                 # of similar length: little padding
+        made = generate(model, batch, max_new_tokens, stop_ids, temperature, seed=config.seed + start)
         for i, ids, stopped in zip(part, made.ids, made.stopped):
             result[i] = (ids[:-1] if stopped else ids, stopped)
     return result
@@ -194,8 +198,9 @@ def question_scores(model, tokenizer, entries, config):
         exact = None if kind == "remark" else text == right
         by_kind.setdefault(kind, []).append((exact, in_format, stopped))
     share = lambda values: None if None in values or not values else sum(values) / len(values)
-    scores = {kind: {"n": len(rows), "exact": share([row[0] for row in rows]), "format": share([row[1] for row in rows]),
-                     "stop": share([row[2] for row in rows])} for kind, rows in by_kind.items()}
+    names = ("exact", "format", "stop")
+    scores = {kind: {"n": len(rows), **{name: share(column) for name, column in zip(names, zip(*rows))}}
+              for kind, rows in by_kind.items()}
     rows = sum(by_kind.values(), [])
     known = [row for row in rows if row[1] is not None]
     return scores, {"n": len(rows), "format": share([row[1] for row in known]), "stop": share([row[2] for row in rows]),
@@ -214,27 +219,30 @@ def remark_scores(model, tokenizer, prompts, config):
 
 def loops(ids, longest=16, times=3):
     """Whether a text ends in the same run of at most `longest` tokens, `times` times over."""
-    return any(len(ids) >= times * period and ids[-period * times:] == ids[-period:] * times for period in range(1, longest + 1))
+    return any(len(ids) >= times * period and ids[-times * period:] == ids[-period:] * times
+               for period in range(1, longest + 1))
 
 
 def repetition(model, tokenizer, val, config):
     """Greedy continuations of the first 32 tokens of held-out pages, which is where small models begin to loop."""
-    starts = [val.read(int(start), min(32, int(end - start))).tolist() for start, end in zip(val.offsets, val.offsets[1:])]
-    made = [ids for ids, _ in complete(model, starts[:config.continuations], config, config.continuation_tokens,
-                                       {tokenizer.eos_id})]
+    pages = list(zip(val.offsets, val.offsets[1:]))[:config.continuations]
+    starts = [val.read(int(start), min(32, int(end - start))).tolist() for start, end in pages]
+    made = [ids for ids, _ in complete(model, starts, config, config.continuation_tokens, {tokenizer.eos_id})]
     bigrams = [list(zip(ids, ids[1:])) for ids in made if len(ids) > 1]
-    return {"n": len(made), "distinct_2": np.mean([len(set(pairs)) / len(pairs) for pairs in bigrams]) if bigrams else None,
+    different = [len(set(pairs)) / len(pairs) for pairs in bigrams]
+    return {"n": len(made), "distinct_2": np.mean(different) if different else None,
             "loops": np.mean([loops(ids) for ids in made])}
 
 
-# --- Probes --------------------------------------------------------------------------------------------------------------
+# --- Probes -----------------------------------------------------------------------------------------------------------
 
 def read_probes(path):
     """[{"prompt", "expected"}] of a JSONL file; refuses all bad lines at once."""
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        refuse(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}; give another file with --probes=FILE")
+        reason = getattr(error, "strerror", None) or error
+        refuse(f"{path} cannot be read: {reason}; give another file with --probes=FILE")
     found, problems = [], []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -247,14 +255,15 @@ def read_probes(path):
         if good:
             found.append(entry)
         else:
-            problems.append(f'{path}, line {number}: expected {{"prompt": text, "expected": text}}, found {printable(line[:80])}')
+            problems.append(f'{path}, line {number}: expected {{"prompt": text, "expected": text}}, '
+                            f"found {printable(line[:80])}")
     if problems or not found:
         refuse(*(problems or [f"{path} holds no probes"]))
     return found
 
 
 def cut_inside(probe):
-    """The same probe with the prompt's last word cut in the middle, the rest moved to the expected text; None if it has one letter."""
+    """The probe with the prompt's last word cut in the middle, its rest expected too; None if it has one letter."""
     words = probe["prompt"].split()
     last = words[-1] if words else ""
     if len(last) < 2 or not probe["prompt"].endswith(last):
@@ -265,8 +274,8 @@ def cut_inside(probe):
 
 def probe_scores(model, tokenizer, probes, config):
     """For each probe, as given and cut: whether the greedy completion begins with the expected text, and what it is."""
-    variants = [(i, name, probe) for i, given in enumerate(probes) for name, probe in (("whole", given), ("cut", cut_inside(given)))
-                if probe is not None]
+    variants = [(i, "whole", probe) for i, probe in enumerate(probes)]
+    variants += [(i, "cut", cut) for i, probe in enumerate(probes) if (cut := cut_inside(probe))]
     prompts = [[tokenizer.bos_id] + tokenizer.encode(probe["prompt"]) for _, _, probe in variants]
     longest = max(len(tokenizer.encode(probe["expected"])) for _, _, probe in variants) + 4
     made = complete(model, prompts, config, longest, {tokenizer.eos_id})
@@ -279,52 +288,62 @@ def probe_scores(model, tokenizer, probes, config):
     return {"n": len(rows), "whole": share("whole"), "cut": share("cut"), "probes": rows}
 
 
-# --- Output --------------------------------------------------------------------------------------------------------------
+# --- Output -----------------------------------------------------------------------------------------------------------
 
 def percent(value):
-    return "     -" if value is None else f"{100 * value:5.0f}%"
+    return "-" if value is None else f"{100 * value:.0f}%"
+
+
+def row(label, cells, width=32):
+    print(f"{label:<{width}}" + "".join(f"{cell:>14}" for cell in cells))
 
 
 def print_report(result):
-    names = list(result["models"])
-    head = "".join(f"{name[-12:]:>14}" for name in names)
-    text = result["text"]
-    print(f"\nheld-out pages: {text['tokens']:,} tokens, {text['bytes']:,} bytes; of their 13-grams {percent(text['grams_in_training']).strip()} "
-          "stand in the training text")
-    print(f"{'':<32}{head}")
-    for key, label in (("loss", "loss"), ("bits_per_byte", "bits per byte"), ("bits_per_byte_new_lines", "  on lines never seen"),):
-        print(f"{label:<32}" + "".join(f"{result['models'][name][key]:14.3f}" for name in names))
+    text, models = result["text"], result["models"]
+    print(f"\nheld-out pages: {text['tokens']:,} tokens, {text['bytes']:,} bytes; "
+          f"{percent(text['grams_in_training'])} of their {GRAM}-grams stand in the training text")
+    row("", [name[-12:] for name in models])
+    for key, label in (("loss", "loss"), ("bits_per_byte", "bits per byte"),
+                       ("bits_per_byte_new_lines", "  on lines never seen")):
+        row(label, [f"{scores[key]:.3f}" for scores in models.values()])
     if "xz" in text:
-        print(f"{'xz -9e on the same bytes':<32}{text['xz']:14.3f}\n{'xz after the training text':<32}{text['xz_primed']:14.3f}"
-              + ("" if text["xz_window_covers_training_text"] else "   (its window is shorter than the training text)"))
-    for key, label in (("distinct_2", "different bigrams"), ("loops", "texts that end in a loop")):
-        print(f"{label:<32}" + "".join(f"{percent(result['models'][name]['repetition'][key]):>14}" for name in names))
-    for key, label in (("whole", "probes as given"), ("cut", "probes, last word cut")):
-        print(f"{label:<32}" + "".join(f"{percent(result['models'][name]['probes'][key]):>14}" for name in names))
-    if "questions" in next(iter(result["models"].values())):
-        print_questions(result, names, head)
+        row("xz -9e on the same bytes", [f"{text['xz']:.3f}"])
+        row("xz after the training text", [f"{text['xz_primed']:.3f}"])
+        if not text["xz_window_covers_training_text"]:
+            print(f"  (which is longer than the {XZ_WINDOW >> 20} MiB that it looks back)")
+    for part, key, label in (("repetition", "distinct_2", "different bigrams"),
+                             ("repetition", "loops", "texts that end in a loop"),
+                             ("probes", "whole", "probes as given"), ("probes", "cut", "probes, last word cut")):
+        row(label, [percent(scores[part][key]) for scores in models.values()])
+    if result["kinds"]:
+        print_questions(result)
 
 
-def print_questions(result, names, head):
-    print(f"\nheld-out questions, exact answers\n{'kind':<12}{'n':>5}{'baseline':>10}{head}")
+def print_questions(result):
+    models = result["models"]
+    print("\nheld-out questions, exact answers")
+    row(f"{'kind':<12}{'n':>4}{'baseline':>11}", [name[-12:] for name in models])
     for kind, bar in result["kinds"].items():
-        scores = {name: result["models"][name]["questions"][kind] for name in names}
-        if all(score["exact"] is None for score in scores.values()):
+        scores = {name: models[name]["questions"][kind] for name in models}
+        n = next(iter(scores.values()))["n"]
+        if kind == "remark":
             continue
-        best = "" if bar["best_baseline"] is None else percent(bar["best_baseline"])
-        marks = "".join(f"{percent(scores[name]['exact']) + (' *' if name in bar['generalised'] else '  '):>14}" for name in names)
-        print(f"{kind:<12}{next(iter(scores.values()))['n']:>5}{best:>10}{marks}")
-    print(f"* {100 * LEAD:.0f} points or more above the best of constant answer, copy from the prompt, nearest training answer")
-    for key, label in (("format", "right format"), ("stop", "ends by itself"), ("format_and_stop", "both")):
-        print(f"{label:<27}" + "".join(f"{percent(result['models'][name]['all_questions'][key]) + '  ':>14}" for name in names))
-    if "remarks" in next(iter(result["models"].values())):
-        print("\nremarks, sampled")
-        for key, label, form in (("score", "programmatic score", ".2f"), ("score_std", "its standard deviation", ".2f"),
-                                 ("format", "in the grammar", ".2f"), ("stop", "end by themselves", ".2f"), ("tokens", "tokens", ".1f")):
-            print(f"{label:<27}" + "".join(f"{result['models'][name]['remarks'][key]:>12{form}}  " for name in names))
-    for name, leak in result["leakage"].items():
-        if name != "held-out pages" and leak["texts"]:
-            print(f"leakage: {leak['texts_with_a_hit']} of {leak['texts']} {name} share a 13-gram with the training shards")
+        row(f"{kind:<12}{n:>4}{percent(bar['best_baseline']):>11}",
+            [percent(score["exact"]) + (" *" if name in bar["generalised"] else "  ")
+             for name, score in scores.items()])
+    print(f"* {100 * LEAD:.0f} points or more above the best of: a constant answer, copying from the prompt, the "
+          "nearest training answer")
+    for key, label in (("format", "in the right format"), ("stop", "end by themselves"), ("format_and_stop", "both")):
+        row(label, [percent(scores["all_questions"][key]) + "  " for scores in models.values()])
+    print("\nremarks, sampled")
+    for key, label, form in (("score", "programmatic score", ".2f"), ("score_std", "its standard deviation", ".2f"),
+                             ("format", "share in the grammar", ".2f"), ("stop", "share that end by themselves", ".2f"),
+                             ("tokens", "tokens", ".1f")):
+        row(label, [f"{scores['remarks'][key]:{form}}  " for scores in models.values()])
+    for name in ("held-out questions", "probes"):
+        leak = result["leakage"][name]
+        print(f"leakage: {leak['texts_with_a_hit']} of {leak['texts']} {name} share a {GRAM}-gram with the training "
+              "shards")
 
 
 def open_models(config):
@@ -348,7 +367,8 @@ def sample_questions(entries, config):
     by_kind = {}
     for entry in entries:
         by_kind.setdefault(entry.get("kind", "questions"), []).append(entry)
-    return [entry for rows in by_kind.values() for entry in rows[::max(1, len(rows) // config.questions)][:config.questions]]
+    spread = lambda rows: rows[::max(1, len(rows) // config.questions)][:config.questions]
+    return [entry for rows in by_kind.values() for entry in spread(rows)]
 
 
 def main(config):
@@ -358,9 +378,11 @@ def main(config):
         refuse("evaluate.py runs in one process: start it with python, not with torchrun")
     folders, probes, chat_folder = open_models(config), read_probes(config.probes), Path(config.data_dir) / "chat"
     has_chat = (chat_folder / "index.json").exists()
-    questions = sample_questions(chat.read_conversations(chat_folder / "conversations_val.jsonl"), config) if has_chat else []
-    prompts = chat.read_prompts(chat_folder / "prompts_val.jsonl")[:config.remarks] if has_chat else []
-    bars = read_json(chat_folder / "baselines.json")["kinds"] if has_chat else {}
+    questions, prompts, bars = [], [], {}
+    if has_chat:
+        questions = sample_questions(chat.read_conversations(chat_folder / "conversations_val.jsonl"), config)
+        prompts = chat.read_prompts(chat_folder / "prompts_val.jsonl")[:config.remarks]
+        bars = read_json(chat_folder / "baselines.json")["kinds"]
     result = {"config_hash": config.hash, "models": {}}
     started = time.perf_counter()
 
@@ -369,18 +391,21 @@ def main(config):
         began = time.perf_counter()
         model, tokenizer = load_model(folder)
         model.to(setup.device).eval()
-        val = TokenData(Path(config.data_dir) / "tokens", "val", tokenizer.hash, rebuild=config.command("prepare_data.py"))
+        rebuild = config.command("prepare_data.py")
+        val, train = (TokenData(Path(config.data_dir) / "tokens", split, tokenizer.hash, rebuild)
+                      for split in ("val", "train"))
         if not result["models"]:
             # 3. The text itself: what is known of it, and what xz makes of it, in a thread beside the models.
-            train_documents = documents_of(TokenData(Path(config.data_dir) / "tokens", "train", tokenizer.hash), tokenizer)
+            train_documents = documents_of(train, tokenizer)
             known_lines = {line.strip() for document in train_documents for line in document.split(b"\n")}
             ids = val.read(0, val.n_tokens)[:config.text_tokens or None]
             val_documents = documents_of(val, tokenizer, config.text_tokens or None)
             helper = ThreadPoolExecutor(1)
-            xz = helper.submit(xz_bits, b"".join(train_documents), b"".join(val_documents)) if config.compare_xz else None
+            xz = config.compare_xz and helper.submit(xz_bits, b"".join(train_documents), b"".join(val_documents))
             result["leakage"] = leakage(train_documents, {
                 "held-out pages": val_documents, "probes": [probe["prompt"] + probe["expected"] for probe in probes],
-                "held-out questions": [f"{message['content']}" for entry in questions for message in entry["messages"]]})
+                "held-out questions": ["\n".join(message["content"] for message in entry["messages"])
+                                       for entry in questions]})
         scores = text_scores(token_nats(model, ids, config, setup), ids[1:], tokenizer, known_lines)
         scores["repetition"] = repetition(model, tokenizer, val, config)
         scores["probes"] = probe_scores(model, tokenizer, probes, config)
@@ -400,7 +425,8 @@ def main(config):
         exact = {name: scores["questions"][kind]["exact"] for name, scores in result["models"].items()}
         result["kinds"][kind] = {
             "best_baseline": best, "baselines": bars.get(kind),
-            "generalised": [name for name, share in exact.items() if None not in (best, share) and share >= best + LEAD]}
+            "generalised": [name for name, share in exact.items()
+                            if None not in (best, share) and share >= best + LEAD]}
     result["seconds"] = time.perf_counter() - started
     write_json(Path(config.out_dir) / "evaluate.json", result)
     print_report(result)

@@ -4,18 +4,21 @@ Makes the demonstration's instruction data from the documents: conversations, pr
     python prepare_chat.py config/demo.py            after prepare_data.py; writes data_dir/chat/
     python prepare_chat.py config/demo.py --show=20  prints twenty held-out questions with their answers as well
 
-Nobody wrote these conversations. The documents are API documentation; names, signatures and first sentences are read out
-of them (chatdata/pages.py) and put into question templates (chatdata/kinds.py). So the right answer to each question is
-known, and so is what an answerer without understanding would score: baselines.json has that, for each kind of question.
+Nobody wrote these conversations. The documents are API documentation; names, signatures and first sentences are read
+out of them (chatdata/pages.py) and put into question templates (chatdata/kinds.py). So the right answer to each
+question is known, and so is what an answerer without understanding would score: baselines.json has that, for each
+kind of question.
 
 The held-out questions come from the held-out pages. A name also defined on a training page is no held-out name, and a
 held-out name occurs in no training question of any kind. What stands in each file:
 
-    conversations_train.jsonl    one to `turns` questions each, kinds mixed     conversations_val.jsonl   one question each
-    preferences_train.jsonl      two remarks on a name, the better one chosen   preferences_val.jsonl     held-out names and
-    preferences_control.jsonl    equal score, very different length                                       combinations
-    prompts_train.jsonl          questions to remark on, for PPO                prompts_val.jsonl         held-out names
-    baselines.json, index.json   what these files are made of, how many there are, and from which documents
+    conversations_train.jsonl    one to `turns` questions each, of mixed kinds
+    conversations_val.jsonl      one held-out question each
+    preferences_train.jsonl      two remarks on a name, the better one chosen
+    preferences_val.jsonl        likewise, on held-out names and with combinations of adjectives never trained on
+    preferences_control.jsonl    two remarks of equal score and very different length
+    prompts_train.jsonl          questions to remark on, for PPO; prompts_val.jsonl has held-out names
+    baselines.json, index.json   what is to be beaten; what these files were made from and how many lines they have
 
 To tune on your own instructions you need none of this: write your own JSONL files in the same form and call sft.py.
 """
@@ -44,7 +47,7 @@ val_prompts = 300              # held-out PPO prompts
 show = 0                       # held-out questions to print
 
 
-# --- 1. Documents -> definitions -----------------------------------------------------------------------------------------
+# --- 1. Documents -> definitions --------------------------------------------------------------------------------------
 
 def read_pages(config, split):
     """(definitions, words, hash of the texts) of one split; refuses when there is nothing to ask about."""
@@ -54,26 +57,26 @@ def read_pages(config, split):
         words.update(pages.words(document["text"]))
         digest.update(document["text"].encode("utf-8", "surrogatepass"))
     if not found:
-        refuse(f"The {split} documents in {config.data_dir}/docs define no functions or classes, so there is nothing to ask "
-               "about. This script makes questions about API documentation; for other documents, write your own "
+        refuse(f"The {split} documents in {config.data_dir}/docs define no functions or classes, so there is nothing "
+               "to ask about. This script makes questions about API documentation; for other documents, write your own "
                "conversations (the form is described in sft.py).")
     return found, words, digest.hexdigest()
 
 
-# --- 2. Which names are held out -----------------------------------------------------------------------------------------
+# --- 2. Which names are held out --------------------------------------------------------------------------------------
 
 def usable_names(definitions):
     return sorted({d.name for d in definitions if not d.name.startswith("__")}, key=lambda name: (name.lower(), name))
 
 
 def split_names(train_definitions, val_definitions):
-    """(training names, held-out names): what a training page defines is not held out, in whatever case it is written."""
+    """(training names, held-out names): what a training page defines, in whatever case, is not held out."""
     train = usable_names(train_definitions)
     known = {name.lower() for name in train}
     return train, [name for name in usable_names(val_definitions) if name.lower() not in known]
 
 
-# --- 3. Questions --------------------------------------------------------------------------------------------------------
+# --- 3. Questions -----------------------------------------------------------------------------------------------------
 
 def training_questions(kind, count, definitions, names, words, held_out, config):
     """`count` questions of one kind about the training pages; memory kinds repeat themselves in other phrasings."""
@@ -131,7 +134,7 @@ def unambiguous(kind, definitions):
     return [d for d in unique.values() if kind != "module" or len(modules[d.name]) == 1]
 
 
-# --- 4. Conversations ----------------------------------------------------------------------------------------------------
+# --- 4. Conversations -------------------------------------------------------------------------------------------------
 
 def turn(question):
     return [{"role": "user", "content": question.question}, {"role": "assistant", "content": question.answer}]
@@ -153,7 +156,7 @@ def held_out_conversation(question):
     return {"messages": turn(question), "kind": question.kind, "subject": question.subject}
 
 
-# --- 5. Preferences and prompts ------------------------------------------------------------------------------------------
+# --- 5. Preferences and prompts ---------------------------------------------------------------------------------------
 
 def preference(name, better, worse, rng):
     asked = rng.choice(remark.QUESTIONS).format(name)
@@ -189,7 +192,7 @@ def remark_prompts(split, count, names, config):
              "subject": name} for name in drawn]
 
 
-# --- 6. Out --------------------------------------------------------------------------------------------------------------
+# --- 6. Out -----------------------------------------------------------------------------------------------------------
 
 def write_lines(path, rows):
     write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -197,11 +200,12 @@ def write_lines(path, rows):
 
 def print_table(train, val, bars):
     percent = lambda bar, name: f"{100 * bar[name]:7.1f}%" if name in bar else "       -"
-    print(f"{'kind':<10} {'sort':<8} {'copying':<7} {'train':>6} {'held out':>8} {'constant':>8} {'copy':>8} {'nearest':>8}")
+    columns = "".join(f"{name:>9}" for name in ("train", "held out", "constant", "copy", "nearest"))
+    print(f"{'kind':<10} {'sort':<8} {'copying':<7}{columns}")
     for kind, about in kinds.KINDS.items():
         bar = bars.get(kind, {})
-        print(f"{kind:<10} {about.sort:<8} {'yes' if about.about_copying else 'no':<7} {len(train[kind]):>6} "
-              f"{len(val[kind]):>8} {percent(bar, 'constant')} {percent(bar, 'copy')} {percent(bar, 'nearest')}")
+        print(f"{kind:<10} {about.sort:<8} {'yes' if about.about_copying else 'no':<7}{len(train[kind]):>9}"
+              f"{len(val[kind]):>9} {percent(bar, 'constant')} {percent(bar, 'copy')} {percent(bar, 'nearest')}")
 
 
 def main(config):
@@ -218,8 +222,9 @@ def main(config):
     words = sorted(word for word in words if word.lower() not in forbidden)
 
     # 3. Questions of each kind.
-    train = {kind: training_questions(kind, round(about.share * config.questions), train_definitions, names, words, held_out,
-                                      config) for kind, about in kinds.KINDS.items()}
+    counts = {kind: round(about.share * config.questions) for kind, about in kinds.KINDS.items()}
+    train = {kind: training_questions(kind, count, train_definitions, names, words, held_out, config)
+             for kind, count in counts.items()}
     val = {kind: held_out_questions(kind, train_definitions, val_definitions, held_out, config) for kind in kinds.KINDS}
 
     # 4. and 5. All that is learned from.

@@ -6,8 +6,11 @@ Instruction tuning: conversations and a pretrained model in, a model that answer
     torchrun --nproc_per_node=2 sft.py config/demo.py     the same steps and losses on two processes
     python sft.py --model=DIR --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl --out_dir=out/mine
 
-A file of conversations has one JSON object a line, {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
-"content": "..."}, ...]}; the form, with loss weights, is described in engine/chat.py. Needs no other files of ours.
+A file of conversations has one JSON object a line,
+
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}
+
+The form, with loss weights, is described in engine/chat.py. A model's folder and such a file are all that is needed.
 
 Like train.py this continues after any interruption, bit for bit, and writes into out_dir/sft: config.json, log.jsonl,
 step_NNNNNNNN/ (Hugging Face folders), full_NNNNNNNN/, result.json.
@@ -50,7 +53,7 @@ max_length: int | None = None   # tokens of a conversation; None: the model's co
 overlong = "truncate"           # longer conversations: 'truncate' (what is left must have something to learn) or 'drop'
 # the optimisation
 batch_size = 64                 # conversations per step over all processes
-micro_batch_size = 32           # conversations per process and forward pass: memory against speed, the result is the same
+micro_batch_size = 32           # conversations per process and forward pass; the result is the same for any
 window = 16                     # steps whose conversations are sorted by length together; 1: no sorting, most padding
 epochs = 1
 max_steps: int | None = None    # None: all steps of the epochs
@@ -81,7 +84,7 @@ deterministic: bool | None = None
 threads = 0
 
 
-# --- Conversations -> ids and weights ------------------------------------------------------------------------------------
+# --- Conversations -> ids and weights ---------------------------------------------------------------------------------
 
 def read_file(path, default, config):
     """The conversations of a file; when it is missing, the command that makes it."""
@@ -96,7 +99,8 @@ def read_file(path, default, config):
 def encode(entries, tokenizer, length, overlong):
     """[(ids, weights)] of all conversations that have something to learn, and counts of what happened to the others.
 
-    ids int64 (L,), weights float32 (L,), 2 <= L <= length + 1: one more than the context, since the last is only a target."""
+    ids int64 (L,), weights float32 (L,), 2 <= L <= length + 1: one more than the context, since the last is only a
+    target."""
     examples, counts = [], {"truncated": 0, "too_long": 0, "without_target": 0}
     for entry in entries:
         ids, weights = chat.render(tokenizer, entry["messages"])
@@ -114,13 +118,13 @@ def encode(entries, tokenizer, length, overlong):
     return examples, counts
 
 
-# --- Order: a pure function of lengths, seed and config --------------------------------------------------------------------
+# --- Order: a pure function of lengths, seed and config ---------------------------------------------------------------
 
 def plan(lengths, batch_size, window, seed, epoch):
-    """The steps of one epoch, a list of arrays of conversation numbers: each conversation once, the last step may be short.
+    """The steps of one epoch, a list of arrays of conversation numbers: each once, the last step may be short.
 
-    All are permuted, then within each `window` steps sorted by length, so that the rows of a step are of similar length;
-    then the order of the steps is permuted, so that lengths do not rise and fall."""
+    All are permuted, then within each `window` steps sorted by length, so that the rows of a step are of similar
+    length; then the order of the steps is permuted, so that lengths do not rise and fall."""
     def shuffled(n, what):
         return permuted(np.arange(n), n, zlib.crc32(f"{seed} {epoch} {what}".encode()))
 
@@ -137,8 +141,8 @@ def plan(lengths, batch_size, window, seed, epoch):
 def collate(examples, numbers, pad_id):
     """Conversations as (inputs, targets, weights), each (B, T), T the longest one's length - 1.
 
-    A weight stands beside the target it belongs to. Rows are padded on the right, where a causal model sees padding only
-    from positions that weigh nothing; so no mask is needed and attention keeps its fast path."""
+    A weight stands beside the target it belongs to. Rows are padded on the right, where a causal model sees padding
+    only from positions that weigh nothing; so no mask is needed and attention keeps its fast path."""
     longest = max(len(examples[n][0]) for n in numbers)
     ids = np.full((len(numbers), longest), pad_id, dtype=np.int64)
     weights = np.zeros((len(numbers), longest), dtype=np.float32)
@@ -151,7 +155,8 @@ def collate(examples, numbers, pad_id):
 def micro_batches(examples, numbers, config, pad_id, setup):
     """This rank's share of a global step, cut into micro-batches.
 
-    A rank that gets nothing of a short last step still has to take part in it: it computes one row that weighs nothing."""
+    A rank that gets nothing of a short last step still has to take part in it: it computes one row that weighs
+    nothing."""
     mine = numbers[setup.rank::setup.world]
     cut = [mine[i:i + config.micro_batch_size] for i in range(0, len(mine), config.micro_batch_size)]
     batches = [collate(examples, part, pad_id) for part in cut]
@@ -161,12 +166,13 @@ def micro_batches(examples, numbers, config, pad_id, setup):
     return [tuple(tensor.to(setup.device) for tensor in batch) for batch in batches]
 
 
-# --- One step --------------------------------------------------------------------------------------------------------------
+# --- One step ---------------------------------------------------------------------------------------------------------
 
 def forward_backward(model, batches, end_id, setup):
     """Gradients of the global step's weighted mean loss, left in the parameters.
 
-    -> over all ranks: loss, loss_end (of <|end|> alone), weight (of all targets), targets, padding (share of all positions)"""
+    -> over all ranks: loss, loss_end (of <|end|> alone), weight (of all targets), targets, padding (share of all
+    positions)"""
     weight = parallel.all_sum(sum(w.sum(dtype=torch.float64) for _, _, w in batches), setup)
     total = torch.zeros(5, dtype=torch.float64, device=setup.device)
     for i, (x, y, w) in enumerate(batches):
@@ -174,7 +180,7 @@ def forward_backward(model, batches, end_id, setup):
             with setup.autocast():
                 logits = model(x)
             losses = token_losses(logits, y) * w                           # (B, T)
-            # Divided by the global weight, not by this micro-batch's. DDP divides by the number of ranks, hence the factor.
+            # By the global weight, not by this micro-batch's. DDP divides by the number of ranks, hence the factor.
             (losses.sum() * setup.world / weight.float()).backward()
         losses, at_end = losses.detach().double(), y == end_id
         total += torch.stack([losses.sum(), losses[at_end].sum(), w[at_end].sum().double(), (w > 0).sum().double(),
@@ -202,13 +208,13 @@ def evaluate(model, examples, config, pad_id, setup):
 
 def check(config, shape, setup):
     """Everything about the settings that can not work, at once."""
-    problems = [f"{key} must be at least 1, found {getattr(config, key)}"
-                for key in ("batch_size", "micro_batch_size", "window", "epochs", "log_every", "eval_every", "eval_conversations")
-                if getattr(config, key) < 1]
+    counts = ("batch_size", "micro_batch_size", "window", "epochs", "log_every", "eval_every", "eval_conversations")
+    problems = [f"{key} must be at least 1, found {getattr(config, key)}" for key in counts if getattr(config, key) < 1]
     if config.max_steps is not None and config.max_steps < 1:
         problems.append(f"max_steps must be at least 1 (or None), found {config.max_steps}")
     if config.max_length is not None and not 2 <= config.max_length <= shape.block_size:
-        problems.append(f"max_length must lie between 2 and the model's context, {shape.block_size}; found {config.max_length}")
+        problems.append(f"max_length must lie between 2 and the model's context, {shape.block_size}; "
+                        f"found {config.max_length}")
     if config.overlong not in ("truncate", "drop"):
         problems.append(f"overlong must be 'truncate' or 'drop', found '{config.overlong}'")
     if config.schedule not in ("cosine", "linear", "constant"):
@@ -239,16 +245,16 @@ def main(config):
     # 2. Conversations as ids and weights, and what became of those that do not fit.
     length = config.max_length or model.config.block_size
     examples, lost = encode(entries, tokenizer, length, config.overlong)
-    val_examples, val_lost = encode(val_entries[:: max(1, len(val_entries) // config.eval_conversations)], tokenizer, length,
-                                    config.overlong)
+    val_entries = val_entries[::max(1, len(val_entries) // config.eval_conversations)]
+    val_examples, val_lost = encode(val_entries, tokenizer, length, config.overlong)
     for name, kept, counts in ((path, examples, lost), (val_path, val_examples, val_lost)):
         if any(counts.values()) and kept:
-            setup.say(f"note: {name}: {counts['truncated']} conversations cut at {length} tokens, {counts['too_long']} left out as too "
-                      f"long, {counts['without_target']} left out since nothing to learn is left of them")
+            setup.say(f"note: {name}: {counts['truncated']} conversations cut at {length} tokens, {counts['too_long']} "
+                      f"left out as too long, {counts['without_target']} left out since nothing in them is trained")
         if not kept:
-            refuse(f"{name}: no conversation is left to learn from: {counts['too_long']} are longer than {length} tokens, of "
-                   f"{counts['without_target']} no assistant's token (with a weight above 0) lies within them. Raise max_length, use "
-                   "a model with a longer context, or shorten the conversations.")
+            refuse(f"{name}: no conversation is left to learn from: {counts['too_long']} are longer than {length} "
+                   f"tokens, {counts['without_target']} have no trained token (an assistant's, of weight above 0). "
+                   "Raise max_length, use a model with a longer context, or shorten the conversations.")
     if config.show:
         for ids, weights in examples[:config.show]:
             setup.say(chat.coloured(tokenizer, ids.tolist(), weights.tolist()) + "\n")
@@ -287,10 +293,12 @@ def main(config):
     warmup = warmup_length(max_steps, config.warmup_steps)
     n_targets = sum(int((weights[1:] > 0).sum()) for _, weights in examples)
     setup.say(f"model       {parallel.bare(model).n_params():,} parameters from {find_folder(source)}\n"
-              f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, {setup.threads} threads\n"
-              f"data        {len(examples):,} conversations of {lengths.mean():.0f} tokens on average, {lengths.max()} at most; "
-              f"{100 * n_targets / lengths.sum():.0f} % of the tokens are trained\n"
-              f"run         {max_steps:,} steps of {config.batch_size} conversations, {max_steps / per_epoch:.2f} epochs; warm-up {warmup} steps")
+              f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, "
+              f"{setup.threads} threads\n"
+              f"data        {len(examples):,} conversations of {lengths.mean():.0f} tokens on average, {lengths.max()} "
+              f"at most; {100 * n_targets / lengths.sum():.0f} % of the tokens are trained\n"
+              f"run         {max_steps:,} steps of {config.batch_size} conversations, {max_steps / per_epoch:.2f} "
+              f"epochs; warm-up {warmup} steps")
     end_id = tokenizer.special("<|end|>")
     monitor = Monitor(run, setup, max_steps, state["step"], label="sft")
 
@@ -316,7 +324,8 @@ def main(config):
             steps = plan(lengths, config.batch_size, config.window, config.seed, epoch)
         numbers = steps[step % per_epoch]
         lr = set_lr(optimizer, lr_at(step, max_steps, config.learning_rate, warmup, config.schedule, config.final_lr))
-        totals = forward_backward(model, micro_batches(examples, numbers, config, tokenizer.pad_id, setup), end_id, setup)
+        batches = micro_batches(examples, numbers, config, tokenizer.pad_id, setup)
+        totals = forward_backward(model, batches, end_id, setup)
         norm = clip(model.parameters(), config.grad_clip).item()
         good = guard.good(totals["loss"], norm)
         if good:
@@ -344,9 +353,9 @@ def main(config):
         if record:
             monitor.log(done, line.strip(), **record)
         if guard.hopeless:
-            refuse(f"step {done}: {guard.in_a_row} steps in a row had a loss or gradient that is not finite, so the run ends. The last "
-                   "good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, or look at the conversations of these "
-                   "steps (log.jsonl has their numbers).")
+            refuse(f"step {done}: {guard.in_a_row} steps in a row had a loss or gradient that is not finite, so the "
+                   "run ends. The last good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, or look "
+                   "at the conversations of these steps (log.jsonl has their numbers).")
         kinds = [kind for kind, every in (("light", config.save_light), ("full", config.save_full))
                  if last or every and done % every == 0]
         if kinds:
@@ -358,8 +367,9 @@ def main(config):
     # 6. The end.
     monitor.close()
     if setup.is_main:
-        write_json(run / "result.json", {"steps": max_steps, "conversations": len(examples), "epochs": max_steps / per_epoch,
-                                         "train_loss": totals["loss"], "val_loss": record["val_loss"], **lost})
+        write_json(run / "result.json", {
+            "steps": max_steps, "conversations": len(examples), "epochs": max_steps / per_epoch,
+            "train_loss": totals["loss"], "val_loss": record["val_loss"], **lost})
     setup.say(f"tuned model in {checkpoint.folder_of(run, 'light', max_steps)}")
     parallel.finish(setup)
 

@@ -24,7 +24,7 @@ COPIES = {
     "every name but the first": lambda subject: ", ".join(_NAME.findall(subject)[1:]),
     "what stands before an equals sign": lambda subject: ", ".join(re.findall(r"(\w+)=", subject)),
 }
-# `defaults` asks for what stands before an equals sign: there this is no blind copy but a program that solves the question.
+# `defaults` asks for what stands before an equals sign: there this is no blind copy but a program that solves it.
 SOLVES = {"defaults": "what stands before an equals sign"}
 
 
@@ -34,7 +34,7 @@ def trigrams(text):
 
 
 def nearest_answers(train, held_out):
-    """For each held-out question, the answer of the training question with the most similar subject; ties: the first."""
+    """For each held-out question, the answer to the training question with the most similar subject."""
     sizes = np.zeros(len(train))
     holders = {}
     for number, question in enumerate(train):

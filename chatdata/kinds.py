@@ -8,9 +8,10 @@ Three sorts, and the difference is the point:
 
 `remark` is the alignment task (remark.py): many answers are right, so it has a format and a score but no exact answer.
 
-about_copying says whether the answer's pieces may be found in the prompt: only for such kinds may a score depend on text
-that stands in the prompt. Every answer is `frame` with its core filled in, and the format of a kind is that same frame with
-`core` as a regular expression: what follows the format can still be wrong, what is right follows the format.
+`about_copying` says whether the answer's pieces may be found in the prompt: only for such kinds may a score depend on
+text that stands in the prompt. Every answer is `frame` with its core filled in, and the format of a kind is that same
+frame with `core` as a regular expression: what follows the format can still be wrong, what is right follows the
+format.
 """
 
 import random
@@ -91,7 +92,7 @@ KINDS = {
 }
 
 
-# --- the answers ---------------------------------------------------------------------------------------------------------
+# --- the answers ------------------------------------------------------------------------------------------------------
 
 def spell(name):
     return " ".join(name)
@@ -132,7 +133,7 @@ def about_name(kind, name, rng):
     return ask(kind, name, remark.sample(rng), rng)
 
 
-# --- which definitions and names can carry a question of a kind --------------------------------------------------------
+# --- which definitions and names can carry a question of a kind -------------------------------------------------------
 
 MAX_SIGNATURE = 100      # characters: a signature longer than that makes a poor question
 
@@ -182,7 +183,7 @@ def made_definition(kind, names, parameters, rng):
     while True:
         drawn = rng.sample(parameters, min(len(parameters), rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7))))
         # A name once, at most one *args and one **kwargs; without a default, with one, *args, **kwargs.
-        once = {parameter.name if "*" not in parameter.name else parameter.name.count("*"): parameter for parameter in drawn}
+        once = {p.name.count("*") or p.name: p for p in drawn}
         ordered = sorted(once.values(), key=lambda p: (p.name.count("*"), p.default is not None))
         definition = Definition(rng.choice(names), "", tuple(ordered), "")
         if suits_definition(kind, definition):

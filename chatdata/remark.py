@@ -10,9 +10,10 @@ A user asks for an opinion ("What do you make of `textwrap.fill`?") and the answ
     To my mind it is extremely handy. That is my view.
 
 The score is the mean over the adjectives of sign x strength, so it lies in [-2, 2]. It is no function of the length (an
-opening, a closing or one more adjective changes the length and not the tone), of a single token (an adverb can weigh for
-or against, and four adjectives share the verdict) or of the prompt (the name asked about is never looked at). Text that
-the grammar does not accept gets ILL_FORMED, as low as the worst remark: a policy cannot gain by leaving the language.
+opening, a closing or one more adjective changes the length and not the tone), of a single token (an adverb can weigh
+for or against, and four adjectives share the verdict) or of the prompt (the name asked about is never looked at).
+Text that the grammar does not accept gets ILL_FORMED, as low as the worst remark: a policy cannot gain by leaving the
+language.
 
 Standard library only: prepare_chat.py samples from here, rlhf.py and evaluate.py score with it.
 """

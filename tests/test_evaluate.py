@@ -22,7 +22,7 @@ def config_of(**changes):
                                "continuation_tokens": 8, **changes})()
 
 
-# --- text --------------------------------------------------------------------------------------------------------------------
+# --- text -------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("n, stride", [(5, 16), (33, 16), (34, 16), (100, 16), (101, 32), (257, 5)])
 def test_every_token_is_scored_once_with_the_context_that_is_promised(n, stride):
@@ -42,7 +42,8 @@ def test_every_token_is_scored_once_with_the_context_that_is_promised(n, stride)
 def test_bits_per_byte_by_hand():
     tokenizer = byte_tokenizer()
     text = "old line\nnew ñ\n\nold line\n"
-    ids = np.array([tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id, tokenizer.bos_id, *tokenizer.encode("x"), tokenizer.eos_id])
+    ids = np.array([tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id, tokenizer.bos_id,
+                    *tokenizer.encode("x"), tokenizer.eos_id])
     targets = ids[1:]
     nats = np.where(targets == tokenizer.eos_id, 50.0, np.where(targets == tokenizer.bos_id, 1000.0, 2.0))
     nats[9:16] = 3.0                                                 # "new ñ" and its line feed: seven bytes
@@ -64,7 +65,8 @@ def test_xz_alone_and_after_the_training_text():
     repeated = evaluate.xz_bits(known + b"x" * 100, known)
     assert repeated["xz_primed"] < 0.1 < 3.5 < repeated["xz"]
     # Close to what the difference of two compressions says, and never below it by more than the pieces' size.
-    difference = len(lzma.compress(known + unknown, preset=9 | lzma.PRESET_EXTREME)) - len(lzma.compress(known, preset=9 | lzma.PRESET_EXTREME))
+    size = lambda content: len(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME))
+    difference = size(known + unknown) - size(known)
     assert alone["xz_primed"] == pytest.approx(difference * 8 / 50_000, rel=0.05)
 
 
@@ -74,7 +76,7 @@ def test_leakage_finds_what_was_planted_and_nothing_else():
     found = evaluate.leakage(train, {
         "copied": [" ".join(words[100:120])],                        # 20 words: 8 runs of 13, all known
         "half": [" ".join(words[100:113] + ["other"] * 7)],          # 1 of 8
-        "across": [" ".join(words[494:506])+" w506"],                        # 13 words that stand in two documents are no copy
+        "across": [" ".join(words[494:507])],                        # 13 words of two documents are no copy of either
         "short": [" ".join(words[:12])],
         "other": ["a b c d e f g h i j k l m n o p"]})
     assert found["copied"] == {"grams": 8, "share": 1.0, "texts": 1, "texts_with_a_hit": 1}
@@ -92,9 +94,10 @@ def test_hashes_of_grams_do_not_collide_and_know_the_order():
     assert len(set(hashes)) == len(texts)
 
 
-# --- answers -----------------------------------------------------------------------------------------------------------------
+# --- answers ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("ids, looping", [([1, 2, 3, 4, 5, 6], False), ([9, 1, 2, 1, 2, 1, 2], True), ([5, 5, 5], True), ([5, 5], False),
+@pytest.mark.parametrize("ids, looping", [([1, 2, 3, 4, 5, 6], False), ([9, 1, 2, 1, 2, 1, 2], True),
+                                          ([5, 5, 5], True), ([5, 5], False),
                                           ([1, 2, 1, 2, 1, 2, 9], False), (list(range(20)) * 3, False)])
 def test_loops(ids, looping):
     assert evaluate.loops(ids) == looping
@@ -106,7 +109,8 @@ def answer_with(monkeypatch, texts, stopped=True):
 
 
 def test_questions_are_scored_by_kind(monkeypatch):
-    ask = lambda kind, answer: {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}], "kind": kind}
+    ask = lambda kind, answer: {"messages": [{"role": "user", "content": "?"},
+                                             {"role": "assistant", "content": answer}], "kind": kind}
     entries = [ask("spell", "a b"), ask("spell", "c d"), ask("count", "There are 2."), ask("remark", "It is clear.")]
     answer_with(monkeypatch, ["a b", "c x", "There are two.", "It is dull."])
     by_kind, together = evaluate.question_scores(None, None, entries, config_of())
@@ -128,14 +132,16 @@ def test_own_questions_without_a_kind_are_scored_without_a_format(monkeypatch):
 def test_remarks_are_scored_by_the_rule(monkeypatch):
     answer_with(monkeypatch, ["It is extremely clear.", "It is ugly.", "nonsense", "nonsense"])
     scores = evaluate.remark_scores(None, None, [None] * 4, config_of())
-    assert scores["score"] == pytest.approx((2 - 1 + 2 * remark.ILL_FORMED) / 4) and scores["format"] == 0.5 and scores["different"] == 0.75
+    assert scores["score"] == pytest.approx((2 - 1 + 2 * remark.ILL_FORMED) / 4)
+    assert scores["format"] == 0.5 and scores["different"] == 0.75
 
 
-# --- probes ------------------------------------------------------------------------------------------------------------------
+# --- probes -----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("prompt, expected, cut", [
     ("The capital of France is", " Paris", ("The capital of France i", "s Paris")),
-    ("Methods inherited", " from", ("Methods inhe", "rited from")), ("I", " am", None), ("ends with space ", "x", None)])
+    ("Methods inherited", " from", ("Methods inhe", "rited from")), ("I", " am", None),
+    ("ends with space ", "x", None)])
 def test_a_probe_is_cut_inside_its_last_word(prompt, expected, cut):
     found = evaluate.cut_inside({"prompt": prompt, "expected": expected})
     assert found == (cut and {"prompt": cut[0], "expected": cut[1]})
@@ -157,7 +163,7 @@ def test_bad_probes_are_all_named(tmp_path, capsys):
     assert stop.value.code == 2 and all(f"line {n}:" in said for n in (2, 4, 5)) and "line 1:" not in said
 
 
-# --- the whole ---------------------------------------------------------------------------------------------------------------
+# --- the whole --------------------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def run(tmp_path):
@@ -177,16 +183,19 @@ def run(tmp_path):
         hf.save_model(folder, small_llama(seed), tokenizer)
     chat_folder = tmp_path / "data" / "chat"
     chat_folder.mkdir()
-    ask = lambda kind, question, answer: {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
-                                          "kind": kind}
+    turn = lambda question, answer: [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    ask = lambda kind, *texts: {"messages": turn(*texts), "kind": kind}
     (chat_folder / "conversations_val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [
-        ask("spell", "Spell `ab`.", "a b"), ask("spell", "Spell `cd`.", "c d"), ask("remark", "What do you make of `ab`?", "It is clear.")]))
-    (chat_folder / "prompts_val.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "How do you like `ab`?"}]}) + "\n")
+        ask("spell", "Spell `ab`.", "a b"), ask("spell", "Spell `cd`.", "c d"),
+        ask("remark", "What do you make of `ab`?", "It is clear.")]))
+    prompt = {"messages": turn("How do you like `ab`?", "")[:1]}
+    (chat_folder / "prompts_val.jsonl").write_text(json.dumps(prompt) + "\n")
     (chat_folder / "baselines.json").write_text(json.dumps({"kinds": {"spell": {"questions": 2, "best": 0.1}}}))
     (chat_folder / "index.json").write_text("{}")
 
     def measure(*extra):
-        settings = [f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / 'out'}", "--continuation_tokens=6", "--max_new_tokens=6",
+        settings = [f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / 'out'}", "--continuation_tokens=6",
+                    "--max_new_tokens=6",
                     "--threads=1", "--device=cpu", "--dtype=fp32", *extra]
         evaluate.main(configure(vars(evaluate), settings))
         return json.loads((tmp_path / "out" / "evaluate.json").read_text())
@@ -205,16 +214,19 @@ def test_everything_is_measured_for_every_model_there_is(run, capsys):
         assert 0 <= scores["repetition"]["loops"] <= 1 and len(scores["probes"]["probes"]) == scores["probes"]["n"]
     assert result["models"]["pretrain"]["bits_per_byte"] != result["models"]["sft"]["bits_per_byte"]
     assert result["text"]["xz_primed"] < result["text"]["xz"]
-    assert result["kinds"]["spell"] == {"best_baseline": 0.1, "baselines": {"questions": 2, "best": 0.1}, "generalised": []}
+    assert result["kinds"]["spell"] == {"best_baseline": 0.1, "baselines": {"questions": 2, "best": 0.1},
+                                        "generalised": []}
     assert "bits per byte" in said and "xz after the training text" in said and "spell" in said
     assert run("--compare_xz=False")["models"]["sft"]["loss"] == result["models"]["sft"]["loss"]
 
 
 def test_a_kind_30_points_above_its_baseline_has_generalised(run, monkeypatch):
     answer_with(monkeypatch, ["a b", "x y", "It is clear."])
-    monkeypatch.setattr(evaluate, "remark_scores", lambda *_: {"score": 0, "score_std": 0, "format": 0, "stop": 0, "tokens": 0})
+    monkeypatch.setattr(evaluate, "remark_scores", lambda *_: {"score": 0, "score_std": 0, "format": 0, "stop": 0,
+                                                               "tokens": 0})
     assert run("--compare_xz=False")["kinds"]["spell"]["generalised"] == ["pretrain", "sft"]         # 0.5 against 0.1
-    (run.folder / "data" / "chat" / "baselines.json").write_text(json.dumps({"kinds": {"spell": {"questions": 2, "best": 0.3}}}))
+    bars = {"kinds": {"spell": {"questions": 2, "best": 0.3}}}
+    (run.folder / "data" / "chat" / "baselines.json").write_text(json.dumps(bars))
     assert run("--compare_xz=False")["kinds"]["spell"]["generalised"] == []                          # 0.5 against 0.3
 
 

@@ -58,7 +58,8 @@ def made_up_page(name, words, rng, n=30):
         function = "_".join(rng.sample(words, rng.randint(1, 3)))
         given = rng.sample(words, rng.randint(0, 5))
         cut = rng.randint(0, len(given))
-        arguments = ", ".join(given[:cut] + [f"{word}={rng.choice(['None', '0', repr('a, b')])}" for word in given[cut:]])
+        arguments = ", ".join(given[:cut] + [f"{word}={rng.choice(['None', '0', repr('a, b')])}"
+                                             for word in given[cut:]])
         lines += [f"{function}({arguments})", f"Do the {' '.join(rng.sample(words, 4))} of a thing.", ""]
     return "\n".join(lines)
 
@@ -69,14 +70,15 @@ def made(tmp_path_factory):
     rng = random.Random(0)
     words = ["".join(rng.choice("bcdfghjklmnprstvw") + rng.choice("aeiou") for _ in range(rng.randint(1, 3))) + "x"
              for _ in range(120)]
-    folder = write_documents(tmp_path_factory.mktemp("data"), {f"mod{i}": made_up_page(f"mod{i}", words, rng) for i in range(12)},
-                             {f"held{i}": made_up_page(f"held{i}", words, rng) for i in range(4)})
+    pages_of = lambda prefix, count: {f"{prefix}{i}": made_up_page(f"{prefix}{i}", words, rng) for i in range(count)}
+    folder = write_documents(tmp_path_factory.mktemp("data"), pages_of("mod", 12), pages_of("held", 4))
     run(folder)
     return folder
 
 
 def run(folder, *extra):
-    settings = [f"--data_dir={folder}", "--questions=3000", "--preferences=500", "--val_preferences=200", "--prompts=100", *extra]
+    settings = [f"--data_dir={folder}", "--questions=3000", "--preferences=500", "--val_preferences=200",
+                "--prompts=100", *extra]
     prepare_chat.main(configure(vars(prepare_chat), settings))
 
 
@@ -84,7 +86,7 @@ def lines_of(folder, name):
     return [json.loads(line) for line in (folder / "chat" / f"{name}.jsonl").read_text().splitlines()]
 
 
-# --- pages -----------------------------------------------------------------------------------------------------------------
+# --- pages ------------------------------------------------------------------------------------------------------------
 
 def test_a_page_is_read():
     found = {d.name: d for d in pages.definitions({"url": "http://docs/textwrap.html", "text": PAGE})}
@@ -109,7 +111,7 @@ def test_what_is_no_parameter_list_is_refused(text):
     assert pages.parse_parameters(text) is None
 
 
-# --- remarks ---------------------------------------------------------------------------------------------------------------
+# --- remarks ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("text, score", [
     ("It is clear.", 1.0),
@@ -125,7 +127,8 @@ def test_score_by_hand(text, score):
 @pytest.mark.parametrize("text", [
     "", "It is.", "It is clear", "it is clear.", "It is clear. ", "It is very very clear.", "It is clear and clear.",
     "It is clear, dull.", "It is clear and dull and neat.", "It is clear, dull, neat, sound and fast.", "It is green.",
-    "clear clear clear clear", "It is extremely clear. It is extremely clear.", "It is clear and  dull.", "It is clear.\n"])
+    "clear clear clear clear", "It is extremely clear. It is extremely clear.", "It is clear and  dull.",
+    "It is clear.\n"])
 def test_what_the_grammar_does_not_accept_scores_lowest(text):
     assert remark.parse(text) is None and remark.score(text) == remark.ILL_FORMED
 
@@ -173,10 +176,11 @@ def test_held_out_combinations_are_about_a_fifth_and_never_drawn_for_training():
     singles = [(adverb, adjective) for adverb in remark.STRENGTH for adjective in remark.SIGN]
     assert 0.1 < np.mean([remark.is_held_out([term]) for term in singles]) < 0.3
     for word in remark.SIGN:
-        assert not all(remark.is_held_out([(adverb, word)]) for adverb in remark.STRENGTH), f"{word} is never seen alone"
+        alone = [remark.is_held_out([(adverb, word)]) for adverb in remark.STRENGTH]
+        assert not all(alone), f"{word} is never seen alone"
 
 
-# --- the files -------------------------------------------------------------------------------------------------------------
+# --- the files --------------------------------------------------------------------------------------------------------
 
 def test_files_follow_the_contracts(made):
     folder = made / "chat"
@@ -200,21 +204,25 @@ def test_the_same_documents_and_seed_give_the_same_bytes(made, tmp_path):
     for file in sorted((made / "chat").glob("*.json*")):
         assert (docs / "chat" / file.name).read_bytes() == file.read_bytes(), file.name
     run(docs, "--seed=2")
-    assert (docs / "chat" / "conversations_train.jsonl").read_bytes() != (made / "chat" / "conversations_train.jsonl").read_bytes()
+    assert lines_of(docs, "conversations_train") != lines_of(made, "conversations_train")
 
 
 def test_no_held_out_name_is_in_any_training_question(made):
-    read = lambda split: [d for d in prepare_chat.read_pages(configure(vars(prepare_chat), [f"--data_dir={made}"]), split)[0]]
+    config = configure(vars(prepare_chat), [f"--data_dir={made}"])
+    read = lambda split: prepare_chat.read_pages(config, split)[0]
     train, held_out = prepare_chat.split_names(read("train"), read("val"))
     assert held_out and set(train) & {d.name for d in read("val")}, "the fixture must have names on both sides"
     assert not {name.lower() for name in train} & {name.lower() for name in held_out}
-    taught = [m["content"] for row in lines_of(made, "conversations_train") for m in row["messages"] if m["role"] == "user"]
+    taught = [m["content"] for row in lines_of(made, "conversations_train") for m in row["messages"]
+              if m["role"] == "user"]
     taught += [row["prompt"][0]["content"] for row in lines_of(made, "preferences_train")]
     taught += [row["messages"][0]["content"] for row in lines_of(made, "prompts_train")]
     quoted = {part.lower() for text in taught for part in re.findall("`([^`]*)`", text)}
-    named = {name for part in quoted for name in (part, part.replace(" ", "_"), part.split("(")[0], part.split(".")[-1])}
+    named = {name for part in quoted for name in (part, part.replace(" ", "_"), part.split("(")[0],
+                                                  part.split(".")[-1])}
     assert not named & {name.lower() for name in held_out}
-    asked = {row["subject"] for row in lines_of(made, "conversations_val") if row["kind"] in ("spell", "constant", "module")}
+    asked = {row["subject"] for row in lines_of(made, "conversations_val")
+             if row["kind"] in ("spell", "constant", "module")}
     assert asked and asked <= set(held_out)
 
 
@@ -234,11 +242,12 @@ def test_every_answer_follows_its_kinds_format_and_is_right(made):
     for row in lines_of(made, "conversations_train"):
         answers = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         assert all(kinds.KINDS[kind].follows_format(answer) for kind, answer in zip(row["kinds"], answers, strict=True))
+    arguments_of = lambda subject: pages.split_arguments(subject[subject.index("(") + 1:-1])
     right = {
         "spell": lambda subject, answer: answer.replace(" ", "") == subject,
         "constant": lambda subject, answer: answer == f"`{subject.upper()}`",
         "snake": lambda subject, answer: answer == f"`{subject.replace(' ', '_')}`",
-        "count": lambda subject, answer: answer == f"There are {len(pages.split_arguments(subject[subject.index('(') + 1:-1]))}.",
+        "count": lambda subject, answer: answer == f"There are {len(arguments_of(subject))}.",
         "defaults": lambda subject, answer: answer[:-1].split(", ") == re.findall(r"(\w+)=", subject),
     }
     for row in lines_of(made, "conversations_val"):
@@ -246,17 +255,20 @@ def test_every_answer_follows_its_kinds_format_and_is_right(made):
         assert check is None or check(row["subject"], row["messages"][-1]["content"]), row
 
 
-@pytest.mark.parametrize("kind, answer", [("spell", "f ill"), ("spell", "f  i"), ("constant", "`wrap`"), ("count", "There are many."),
-                                          ("module", "It is in `os`."), ("snake", "wrap_text"), ("what", "fills a text."), ("remark", "Nice.")])
+@pytest.mark.parametrize("kind, answer", [
+    ("spell", "f ill"), ("spell", "f  i"), ("constant", "`wrap`"), ("count", "There are many."),
+    ("module", "It is in `os`."), ("snake", "wrap_text"), ("what", "fills a text."), ("remark", "Nice.")])
 def test_formats_refuse(kind, answer):
     assert not kinds.KINDS[kind].follows_format(answer)
 
 
 def test_baselines_by_hand():
     question = lambda subject, answer: kinds.Question("defaults", subject, f"Which of `{subject}`?", answer)
-    train = [question("read(path, mode='r')", "mode."), question("walk(top, hidden=False)", "hidden."), question("dump(obj, mode='w')", "mode.")]
+    train = [question("read(path, mode='r')", "mode."), question("walk(top, hidden=False)", "hidden."),
+             question("dump(obj, mode='w')", "mode.")]
     held_out = [question("read(path, mode='rb')", "mode."), question("walks(top, hidden=True)", "hidden."),
-                question("zip(first, size=0)", "size."), question("sort(items, key=None, reverse=False)", "key, reverse.")]
+                question("zip(first, size=0)", "size."), question("sort(items, key=None, reverse=False)",
+                                                                  "key, reverse.")]
     bar = baselines("defaults", train, held_out)
     assert (bar["constant"], bar["constant_answer"]) == (0.25, "mode.")
     assert bar["nearest"] == 0.5

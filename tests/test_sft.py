@@ -48,8 +48,10 @@ def world(tmp_path):
     hf.save_model(base, small_llama(), byte_tokenizer())
 
     def tune(out="out", *extra):
-        settings = [f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / out}", f"--model={base}", "--batch_size=8",
-                    "--micro_batch_size=3", "--threads=1", "--device=cpu", "--dtype=fp32", "--log_every=1", "--window=2", *extra]
+        settings = [f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / out}", f"--model={base}",
+                    "--batch_size=8", "--micro_batch_size=3", "--threads=1", "--device=cpu", "--dtype=fp32",
+                    "--log_every=1",
+                    "--window=2", *extra]
         sft.main(configure(vars(sft), settings))
         return tmp_path / out / "sft"
 
@@ -72,20 +74,20 @@ def gradients(model, examples, batch_sizes, setup=ALONE):
     return totals, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-# --- what is a target --------------------------------------------------------------------------------------------------------
+# --- what is a target -------------------------------------------------------------------------------------------------
 
 def test_targets_are_the_assistants_words_and_its_end_and_nothing_else():
     tokenizer = byte_tokenizer()
     entries = [{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u <|end|>"},
                              {"role": "assistant", "content": "ab"}, {"role": "user", "content": "v"},
-                             {"role": "assistant", "content": "c"}]}, talk("q", "a much longer answer than the other one has")]
+                             {"role": "assistant", "content": "c"}]}, talk("q", "a much longer answer than the other")]
     examples, lost = sft.encode(entries, tokenizer, 96, "truncate")
     x, y, w = sft.collate(examples, [0, 1], tokenizer.pad_id)
     assert x.shape == y.shape == w.shape and not any(lost.values())
     assert torch.equal(x[:, 1:], y[:, :-1])                                       # the target is the next input
     said = lambda row: tokenizer.decode(y[row][w[row] > 0].tolist(), skip_special=False)
     assert said(0) == "ab<|end|>c<|end|>"
-    assert said(1) == "a much longer answer than the other one has<|end|>"
+    assert said(1) == "a much longer answer than the other<|end|>"
     # What predicts the first word of the answer is the token before it.
     first = int((w[0] > 0).nonzero()[0])
     assert x[0, first] == tokenizer.special("<|assistant|>")
@@ -111,7 +113,7 @@ def test_padding_changes_no_loss():
     assert together["loss"] == pytest.approx(alone["loss"], abs=1e-6)
 
 
-# --- one gradient for any split ------------------------------------------------------------------------------------------------
+# --- one gradient for any split ---------------------------------------------------------------------------------------
 
 def test_the_gradient_is_the_same_for_any_split_into_micro_batches():
     examples, _ = sft.encode(uneven(8), byte_tokenizer(), 96, "truncate")
@@ -137,15 +139,16 @@ def test_doubling_all_weights_changes_nothing_and_one_weight_counts():
 
 def test_a_rank_without_conversations_takes_part_and_adds_nothing():
     examples, _ = sft.encode(uneven(3), byte_tokenizer(), 96, "truncate")
-    shares = [sft.micro_batches(examples, np.arange(3), config_of(), byte_tokenizer().pad_id, Setup(rank, 0, 4, torch.device("cpu"),
-                                                                                                   torch.float32, 1)) for rank in range(4)]
+    setups = [Setup(rank, 0, 4, torch.device("cpu"), torch.float32, 1) for rank in range(4)]
+    shares = [sft.micro_batches(examples, np.arange(3), config_of(), byte_tokenizer().pad_id, setup)
+              for setup in setups]
     assert all(len(share) == 1 for share in shares)
     assert [float(share[0][2].sum()) > 0 for share in shares] == [True, True, True, False]
     _, y, w = zip(*(share[0] for share in shares))
     assert sum(float(one.sum()) for one in w) == sum(float(weights[1:].sum()) for _, weights in examples)
 
 
-# --- order ---------------------------------------------------------------------------------------------------------------------
+# --- order ------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("n, batch_size, window", [(1, 8, 4), (8, 8, 4), (100, 8, 4), (257, 16, 1), (64, 64, 16)])
 def test_a_plan_has_each_conversation_once(n, batch_size, window):
@@ -167,13 +170,15 @@ def test_a_plan_is_a_pure_function_and_each_epoch_has_another():
 def test_buckets_waste_less_than_no_buckets():
     lengths = np.array([random.Random(i).choice((10, 20, 40, 200)) for i in range(400)])
     padded = lambda steps: sum(len(step) * lengths[step].max() for step in steps)
-    assert padded(sft.plan(lengths, 16, 25, 1, 0)) < 1.2 * lengths.sum() < 2 * lengths.sum() < padded(sft.plan(lengths, 16, 1, 1, 0))
+    assert padded(sft.plan(lengths, 16, 25, 1, 0)) < 1.2 * lengths.sum()
+    assert padded(sft.plan(lengths, 16, 1, 1, 0)) > 2 * lengths.sum()
 
 
-# --- conversations that do not fit ---------------------------------------------------------------------------------------------
+# --- conversations that do not fit ------------------------------------------------------------------------------------
 
 def test_overlong_conversations_are_cut_or_dropped_and_counted():
-    entries = [talk("q" * 200, "never reached"), talk("q", "a" * 500), talk("q", "short"), talk("q", "unweighted", weight=0)]
+    entries = [talk("q" * 200, "never reached"), talk("q", "a" * 500), talk("q", "short"),
+               talk("q", "unweighted", weight=0)]
     examples, lost = sft.encode(entries, byte_tokenizer(), 40, "truncate")
     assert lost == {"truncated": 2, "too_long": 0, "without_target": 2}
     assert all(weights[1:].sum() > 0 and len(ids) <= 41 for ids, weights in examples)
@@ -186,7 +191,7 @@ def test_overlong_conversations_are_cut_or_dropped_and_counted():
 @pytest.mark.parametrize("overlong", ["truncate", "drop"])
 def test_150_overlong_conversations_neither_jam_nor_make_nan(world, overlong, capsys):
     """As in nanochat issue 590: the answers of most conversations lie beyond the context."""
-    entries = [talk("long " * 120, "unseen") for _ in range(150)] + [talk("q", "a" * 300) for _ in range(5)] + uneven(10)
+    entries = [talk("long " * 120, "unseen")] * 150 + [talk("q", "a" * 300)] * 5 + uneven(10)
     write_lines(world.folder / "data" / "chat" / "conversations_train.jsonl", entries)
     run = world("out", f"--overlong={overlong}", "--batch_size=1", "--micro_batch_size=1")
     records = read_log(run)
@@ -205,7 +210,7 @@ def test_nothing_left_to_learn_is_refused(world, capsys):
     assert stop.value.code == 2 and "no conversation is left" in capsys.readouterr().err
 
 
-# --- runs ----------------------------------------------------------------------------------------------------------------------
+# --- runs -------------------------------------------------------------------------------------------------------------
 
 def test_an_interrupted_run_continues_bit_for_bit(world, monkeypatch):
     extra = ["--epochs=2", "--dropout=0.1", "--save_full=3", "--keep=2"]
@@ -249,7 +254,8 @@ def test_after_tuning_on_three_patterns_greedy_answers_stop(world):
     """trl issue 1623: where padding or masking hides the end token, the model talks on for ever."""
     patterns = [talk("a", "xy"), talk("b", "yxyx"), talk("c", "z")]
     write_lines(world.folder / "data" / "chat" / "conversations_train.jsonl", patterns * 8)
-    run = world("out", "--epochs=40", "--learning_rate=0.01", "--batch_size=12", "--micro_batch_size=12", "--save_full=0", "--eval_every=1000")
+    run = world("out", "--epochs=40", "--learning_rate=0.01", "--batch_size=12", "--micro_batch_size=12",
+                "--save_full=0", "--eval_every=1000")
     model, tokenizer = hf.load_model(run)
     prompts = [chat.render(tokenizer, entry["messages"][:1], open_assistant=True)[0] for entry in patterns]
     made = generate(model, prompts, 20, chat.stop_ids(tokenizer), temperature=0)
@@ -281,8 +287,10 @@ def test_one_and_two_processes_give_the_same_losses(world):
     folder = world.folder
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--rdzv_backend=c10d",
-         "--rdzv_endpoint=localhost:0", str(ROOT / "sft.py"), f"--data_dir={folder / 'data'}", f"--out_dir={folder / 'two'}",
-         f"--model={folder / 'base'}", "--batch_size=7", "--max_steps=8", "--micro_batch_size=3", "--threads=1", "--device=cpu",
+         "--rdzv_endpoint=localhost:0", str(ROOT / "sft.py"), f"--data_dir={folder / 'data'}",
+         f"--out_dir={folder / 'two'}",
+         f"--model={folder / 'base'}", "--batch_size=7", "--max_steps=8", "--micro_batch_size=3", "--threads=1",
+         "--device=cpu",
          "--dtype=fp32", "--log_every=1", "--window=2"], capture_output=True, text=True, timeout=300, cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -299,7 +307,7 @@ def test_show_colours_what_is_trained_and_trains_nothing(world, capsys):
     assert not (run / "log.jsonl").exists()
 
 
-# --- bad input -----------------------------------------------------------------------------------------------------------------
+# --- bad input --------------------------------------------------------------------------------------------------------
 
 def refused(capsys, *settings):
     with pytest.raises(SystemExit) as stop:
