@@ -100,16 +100,19 @@ def count_in_parallel(documents, pattern, workers):
         for batch in batches():
             counts.update(count_pieces(batch, pattern))
     else:
-        with ProcessPoolExecutor(workers) as pool:
-            running = set()
-            for batch in batches():
-                running.add(pool.submit(count_pieces, batch, pattern))
-                if len(running) > 2 * workers:                      # so that no more than this waits in memory
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        counts.update(future.result())
-            for future in running:
-                counts.update(future.result())
+        try:
+            with ProcessPoolExecutor(workers) as pool:
+                running = set()
+                for batch in batches():
+                    running.add(pool.submit(count_pieces, batch, pattern))
+                    if len(running) > 2 * workers:                  # so that no more than this waits in memory
+                        done, running = wait(running, return_when=FIRST_COMPLETED)
+                        for future in done:
+                            counts.update(future.result())
+                for future in running:
+                    counts.update(future.result())
+        except BrokenProcessPool:
+            refuse("one of the counting processes was killed, perhaps for want of memory. Try again, with --workers=1.")
     bar.close()
     return counts, seen["documents"], seen["characters"]
 

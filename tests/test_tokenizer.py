@@ -151,6 +151,17 @@ def test_order_of_documents_and_number_of_workers_do_not_matter(monkeypatch):
     assert results == [one] * 4 and merges == [merges[0]] * 4
 
 
+def dies(batch, pattern):
+    os._exit(1)
+
+
+def test_a_killed_worker_is_no_hang_and_no_short_count(monkeypatch, capsys):
+    monkeypatch.setattr(train_tokenizer, "count_pieces", dies)
+    with pytest.raises(SystemExit) as stop:
+        count_in_parallel(TOPICS, PATTERNS["gpt4"], 2)
+    assert stop.value.code == 2 and "was killed" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------------------ encoding
 
 @pytest.fixture(scope="module")
@@ -220,10 +231,10 @@ def test_text_never_becomes_a_special_token(tokenizer):
 @pytest.mark.parametrize("unit", [" ", "\n", "a", "\U0001f44d", " \n"])
 def test_pathological_text_is_safe_and_fast(tokenizer, unit):
     # A million spaces make tiktoken panic with a BaseException; other engines went quadratic on one letter.
-    for text in (unit * 1_000_000, unit * 1_000_000 + "x"):
-        start = time.perf_counter()
+    for text in (unit * 1_000_000, unit * 1_000_000 + "x")[unit != " ":]:
+        start = time.process_time()
         ids = tokenizer.encode(text)
-        assert time.perf_counter() - start < 5 and tokenizer.decode(ids) == text
+        assert time.process_time() - start < 3 and tokenizer.decode(ids) == text
 
 
 def test_the_way_around_long_whitespace_gives_the_same_ids(tokenizer, monkeypatch):
@@ -463,9 +474,9 @@ def test_loading_is_fast(tmp_path):
     byte_tokens = [(i % 256, (i // 256) % 256) for i in range(31737)]
     tokenizer = make_tokenizer(byte_tokens)
     tokenizer.save(tmp_path)
-    best = float("inf")
+    seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         Tokenizer.load(tmp_path)
-        best = min(best, time.perf_counter() - start)
-    assert best < 0.5
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.4
