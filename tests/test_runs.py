@@ -161,7 +161,8 @@ def results(data, out):
     (out / "timing.jsonl").write_text("".join(json.dumps(dict(zip(names, call))) + "\n" for call in calls))
     for name in ("pretrain", "sft", "ppo"):
         (out / name).mkdir(exist_ok=True)
-        steps = [{"attempt": 1, "step": step, "loss": 5 / step, "val_loss": 5 / step, "gold": step} for step in range(1, 9)]
+        steps = [{"attempt": 1, "step": step, "loss": 5 / step, "val_loss": 5 / step, "gold": step}
+                 for step in range(1, 9)]
         (out / name / "log.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
 
 
@@ -259,3 +260,18 @@ def test_picture(root, tmp_path, monkeypatch, capsys):
     for path in [*(tmp_path / "out").glob("*/*.json*"), *(tmp_path / "out").glob("*.json")]:
         path.unlink()     # nothing to draw in most of the panels
     module.main(config)
+
+
+# --- The workshop
+
+def test_commands_in_often_said_exist(root):
+    """Every test that the page names is there, under that name."""
+    page = (root / "workshop" / "often_said.md").read_text(encoding="utf-8")
+    page = page[page.index("\n## "):]     # the explanation at the top speaks of a FILE and a NAME
+    missing, file = [], None
+    for found in re.finditer(r"(tests/\w+\.py)? ?-k (\w+)", page):
+        file = found[1] or file     # "`tests/a.py -k x` and `-k y`"
+        names = re.findall(r"^def (test_\w+)", (root / file).read_text(), re.MULTILINE) if file else []
+        if not any(found[2] in name for name in names):
+            missing.append(found[0])
+    assert missing == []
