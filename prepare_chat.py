@@ -76,10 +76,17 @@ def split_names(train_definitions, val_definitions):
     return train, [name for name in usable_names(val_definitions) if name.lower() not in known]
 
 
+def held_out_lists(train_definitions, val_definitions):
+    """Parameter lists that stand on held-out pages only; each of their parameters may well be known."""
+    return {d.parameters for d in val_definitions} - {d.parameters for d in train_definitions}
+
+
 # --- 3. Questions -----------------------------------------------------------------------------------------------------
 
-def training_questions(kind, count, definitions, names, words, held_out, config):
-    """`count` questions of one kind about the training pages; memory kinds repeat themselves in other phrasings."""
+def training_questions(kind, count, definitions, names, words, held_out, new_lists, config):
+    """`count` questions of one kind about the training pages; memory kinds repeat themselves in other phrasings.
+
+    What is put together here may by chance be something held out: then it is put together anew."""
     rng = kinds.generator(config.seed, "train", kind)
     forbidden = {name.lower() for name in held_out}
     sort = kinds.KINDS[kind].sort
@@ -93,8 +100,13 @@ def training_questions(kind, count, definitions, names, words, held_out, config)
         parameters = sorted({p for d in suitable for p in d.parameters}, key=str)
         if not suitable:
             return []
-        return [kinds.about_definition(kind, rng.choice(suitable) if i % 2 else
-                                       kinds.made_definition(kind, names, parameters, rng), rng) for i in range(count)]
+        found = []
+        for i in range(count):
+            definition = rng.choice(suitable) if i % 2 else kinds.made_definition(kind, names, parameters, rng)
+            while definition.parameters in new_lists:
+                definition = kinds.made_definition(kind, names, parameters, rng)
+            found.append(kinds.about_definition(kind, definition, rng))
+        return found
     found = []
     suitable = [name for name in names if kinds.suits_name(kind, name)]
     for i in range(count):
@@ -106,7 +118,7 @@ def training_questions(kind, count, definitions, names, words, held_out, config)
     return found
 
 
-def held_out_questions(kind, train_definitions, val_definitions, held_out, config):
+def held_out_questions(kind, val_definitions, held_out, new_lists, config):
     """At most config.val_questions questions about the held-out pages."""
     rng = kinds.generator(config.seed, "val", kind)
     sort, names = kinds.KINDS[kind].sort, set(held_out)
@@ -114,10 +126,9 @@ def held_out_questions(kind, train_definitions, val_definitions, held_out, confi
         subjects = [d for d in val_definitions if d.name in names and kinds.suits_definition(kind, d)]
         subjects = unambiguous(kind, subjects)
     elif sort == "reading":
-        # Here the parameter list is what has to be new, as a whole; each parameter may have been seen elsewhere.
-        seen = {d.parameters for d in train_definitions}
-        new = {d.parameters: d for d in val_definitions if kinds.suits_definition(kind, d) and d.parameters not in seen}
-        subjects = list(new.values())
+        # Here the parameter list is what has to be new.
+        suitable = [d for d in val_definitions if kinds.suits_definition(kind, d) and d.parameters in new_lists]
+        subjects = list({d.parameters: d for d in suitable}.values())
     else:
         subjects = [name for name in held_out if kinds.suits_name(kind, name)]
     subjects = rng.sample(subjects, min(len(subjects), config.val_questions))
@@ -216,16 +227,17 @@ def main(config):
     train_definitions, words, train_hash = read_pages(config, "train")
     val_definitions, _, val_hash = read_pages(config, "val")
 
-    # 2. The held-out names. A word of the training text that is one of them is no material for spelling either.
+    # 2. What is held out. A word of the training text that is a held-out name is no material for spelling either.
     names, held_out = split_names(train_definitions, val_definitions)
+    new_lists = held_out_lists(train_definitions, val_definitions)
     forbidden = {name.lower() for name in held_out}
     words = sorted(word for word in words if word.lower() not in forbidden)
 
     # 3. Questions of each kind.
     counts = {kind: round(about.share * config.questions) for kind, about in kinds.KINDS.items()}
-    train = {kind: training_questions(kind, count, train_definitions, names, words, held_out, config)
+    train = {kind: training_questions(kind, count, train_definitions, names, words, held_out, new_lists, config)
              for kind, count in counts.items()}
-    val = {kind: held_out_questions(kind, train_definitions, val_definitions, held_out, config) for kind in kinds.KINDS}
+    val = {kind: held_out_questions(kind, val_definitions, held_out, new_lists, config) for kind in kinds.KINDS}
 
     # 4. and 5. All that is learned from.
     rows = {

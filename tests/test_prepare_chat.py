@@ -61,7 +61,8 @@ def made_up_page(name, words, rng, n=30):
         arguments = ", ".join(given[:cut] + [f"{word}={rng.choice(['None', '0', repr('a, b')])}"
                                              for word in given[cut:]])
         lines += [f"{function}({arguments})", f"Do the {' '.join(rng.sample(words, 4))} of a thing.", ""]
-    return "\n".join(lines)
+    # A parameter list that all pages share, under names of their own.
+    return "\n".join([*lines, f"{name}_open(path, mode='r', flags=0)", "Open a thing of this module.", ""])
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def made(tmp_path_factory):
     """A chat folder made from invented pages. Train and val share some names on purpose."""
     rng = random.Random(0)
     words = ["".join(rng.choice("bcdfghjklmnprstvw") + rng.choice("aeiou") for _ in range(rng.randint(1, 3))) + "x"
-             for _ in range(120)]
+             for _ in range(40)]
     pages_of = lambda prefix, count: {f"{prefix}{i}": made_up_page(f"{prefix}{i}", words, rng) for i in range(count)}
     folder = write_documents(tmp_path_factory.mktemp("data"), pages_of("mod", 12), pages_of("held", 4))
     run(folder)
@@ -230,7 +231,7 @@ def test_held_out_signatures_are_new_and_held_out_remarks_use_new_combinations(m
     taught = " ".join(m["content"] for row in lines_of(made, "conversations_train") for m in row["messages"])
     for row in lines_of(made, "conversations_val"):
         if row["kind"] in ("count", "defaults"):
-            assert row["subject"] not in taught
+            assert row["subject"][row["subject"].index("("):] not in taught
     for row in lines_of(made, "preferences_val") + lines_of(made, "preferences_control"):
         assert all(remark.is_held_out(remark.parse(row[side])) for side in ("chosen", "rejected"))
     for row in lines_of(made, "preferences_train"):
@@ -264,11 +265,13 @@ def test_formats_refuse(kind, answer):
 
 def test_baselines_by_hand():
     question = lambda subject, answer: kinds.Question("defaults", subject, f"Which of `{subject}`?", answer)
-    train = [question("read(path, mode='r')", "mode."), question("walk(top, hidden=False)", "hidden."),
+    # The first one shares the most trigrams with everything, by its length alone: it must not be the nearest.
+    train = [question("read(path, mode='r') walk(top, hidden=False, size=0) sort(items, key=None, long=0)", "long."),
+             question("read(path, mode='r')", "mode."), question("walk(top, hidden=False)", "hidden."),
              question("dump(obj, mode='w')", "mode.")]
     held_out = [question("read(path, mode='rb')", "mode."), question("walks(top, hidden=True)", "hidden."),
-                question("zip(first, size=0)", "size."), question("sort(items, key=None, reverse=False)",
-                                                                  "key, reverse.")]
+                question("zip(first, size=0)", "size."),
+                question("sort(items, key=None, reverse=False)", "key, reverse.")]
     bar = baselines("defaults", train, held_out)
     assert (bar["constant"], bar["constant_answer"]) == (0.25, "mode.")
     assert bar["nearest"] == 0.5
