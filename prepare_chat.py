@@ -76,19 +76,30 @@ def split_names(train_definitions, val_definitions):
     return train, [name for name in usable_names(val_definitions) if name.lower() not in known]
 
 
-def held_out_lists(train_definitions, val_definitions):
-    """Parameter lists that stand on held-out pages only; each of their parameters may well be known."""
-    return {d.parameters for d in val_definitions} - {d.parameters for d in train_definitions}
+def held_out_signatures(train_definitions, val_definitions, names, config):
+    """Definitions for the reading kinds, no parameter list of which stands on a training page, each list once.
+
+    First what the held-out pages define, then, since that is little, some put together from the parameters there."""
+    rng = kinds.generator(config.seed, "val", "signatures")
+    suitable = [d for d in val_definitions if kinds.suits_definition("count", d)]
+    parameters = sorted({p for d in suitable for p in d.parameters}, key=str)
+    made = [kinds.made_definition("defaults", names, parameters, rng) for _ in range(config.val_questions if names else 0)]
+    known = {d.parameters for d in train_definitions}
+    new = {}
+    for definition in suitable + made:
+        if definition.parameters not in known:
+            new.setdefault(definition.parameters, definition)
+    return list(new.values())
 
 
 # --- 3. Questions -----------------------------------------------------------------------------------------------------
 
-def training_questions(kind, count, definitions, names, words, held_out, new_lists, config):
+def training_questions(kind, count, definitions, names, words, held_out, signatures, config):
     """`count` questions of one kind about the training pages; memory kinds repeat themselves in other phrasings.
 
     What is put together here may by chance be something held out: then it is put together anew."""
     rng = kinds.generator(config.seed, "train", kind)
-    forbidden = {name.lower() for name in held_out}
+    forbidden, new_lists = {name.lower() for name in held_out}, {d.parameters for d in signatures}
     sort = kinds.KINDS[kind].sort
     if sort == "memory":
         suitable = unambiguous(kind, [d for d in definitions if kinds.suits_definition(kind, d)])
@@ -118,7 +129,7 @@ def training_questions(kind, count, definitions, names, words, held_out, new_lis
     return found
 
 
-def held_out_questions(kind, val_definitions, held_out, new_lists, config):
+def held_out_questions(kind, val_definitions, held_out, signatures, config):
     """At most config.val_questions questions about the held-out pages."""
     rng = kinds.generator(config.seed, "val", kind)
     sort, names = kinds.KINDS[kind].sort, set(held_out)
@@ -126,9 +137,7 @@ def held_out_questions(kind, val_definitions, held_out, new_lists, config):
         subjects = [d for d in val_definitions if d.name in names and kinds.suits_definition(kind, d)]
         subjects = unambiguous(kind, subjects)
     elif sort == "reading":
-        # Here the parameter list is what has to be new.
-        suitable = [d for d in val_definitions if kinds.suits_definition(kind, d) and d.parameters in new_lists]
-        subjects = list({d.parameters: d for d in suitable}.values())
+        subjects = [d for d in signatures if kinds.suits_definition(kind, d)]
     else:
         subjects = [name for name in held_out if kinds.suits_name(kind, name)]
     subjects = rng.sample(subjects, min(len(subjects), config.val_questions))
@@ -229,15 +238,15 @@ def main(config):
 
     # 2. What is held out. A word of the training text that is a held-out name is no material for spelling either.
     names, held_out = split_names(train_definitions, val_definitions)
-    new_lists = held_out_lists(train_definitions, val_definitions)
+    signatures = held_out_signatures(train_definitions, val_definitions, held_out, config)
     forbidden = {name.lower() for name in held_out}
     words = sorted(word for word in words if word.lower() not in forbidden)
 
     # 3. Questions of each kind.
     counts = {kind: round(about.share * config.questions) for kind, about in kinds.KINDS.items()}
-    train = {kind: training_questions(kind, count, train_definitions, names, words, held_out, new_lists, config)
+    train = {kind: training_questions(kind, count, train_definitions, names, words, held_out, signatures, config)
              for kind, count in counts.items()}
-    val = {kind: held_out_questions(kind, val_definitions, held_out, new_lists, config) for kind in kinds.KINDS}
+    val = {kind: held_out_questions(kind, val_definitions, held_out, signatures, config) for kind in kinds.KINDS}
 
     # 4. and 5. All that is learned from.
     rows = {

@@ -47,43 +47,43 @@ class Kind:
 
 
 KINDS = {
-    "module": Kind("memory", False, 0.06, (
+    "module": Kind("memory", False, 0.04, (
         "Which module holds `{}`?",
         "Where is `{}` defined?",
         "In which module do I find `{}`?",
     ), "It is in the module `{}`.", r"[A-Za-z_][\w.]*"),
-    "what": Kind("memory", False, 0.06, (
+    "what": Kind("memory", False, 0.04, (
         "What does `{}` do?",
         "What is `{}` for?",
         "Explain `{}` in one sentence.",
     ), "{}", r"[A-Z][^.!?]+\."),
-    "signature": Kind("memory", False, 0.05, (
+    "signature": Kind("memory", False, 0.03, (
         "How is `{}` called?",
         "Which parameters does `{}` take?",
         "Show me the signature of `{}`.",
     ), "`{}`", r"[A-Za-z_]\w*\(.*\)"),
-    "count": Kind("reading", False, 0.10, (
+    "count": Kind("reading", False, 0.14, (
         "How many parameters has `{}`?",
         "Count the parameters of `{}`.",
         "Here is `{}`. How many parameters are there?",
     ), "There are {}.", r"\d+"),
-    "defaults": Kind("reading", True, 0.13, (
+    "defaults": Kind("reading", True, 0.20, (
         "Which parameters of `{}` have a default?",
         "What may I leave out when I call `{}`?",
         "Name the parameters of `{}` that have a default.",
-    ), "{}.", r"[A-Za-z_]\w*(, [A-Za-z_]\w*)*"),
+    ), "With a default: {}.", r"[A-Za-z_]\w*(, [A-Za-z_]\w*)*"),
     "spell": Kind("rule", False, 0.22, (
         "Spell `{}`.",
         "How is `{}` spelled?",
         "Give me the letters of `{}`.",
         "Spell out the name `{}`.",
     ), "{}", r"\S( \S)*"),
-    "constant": Kind("rule", False, 0.14, (
+    "constant": Kind("rule", False, 0.10, (
         "Write `{}` in capitals.",
         "What would `{}` be called as a constant?",
         "Put `{}` in upper case.",
     ), "`{}`", r"[A-Z0-9_]+"),
-    "snake": Kind("rule", True, 0.12, (
+    "snake": Kind("rule", True, 0.11, (
         "Make one name of the words `{}`.",
         "What would a function for `{}` be called?",
         "Join `{}` into a name.",
@@ -135,11 +135,12 @@ def about_name(kind, name, rng):
 
 # --- which definitions and names can carry a question of a kind -------------------------------------------------------
 
-MAX_SIGNATURE = 100      # characters: a signature longer than that makes a poor question
+MAX_SIGNATURE = 120      # characters: a signature longer than that makes a poor question
 
 
 def suits_definition(kind, definition):
-    if definition.name.startswith("__"):
+    # Nobody asks about `__init__`, but its parameters can be read as well as any.
+    if definition.name.startswith("__") and KINDS[kind].sort == "memory":
         return False
     if kind == "module":
         return True

@@ -244,12 +244,13 @@ def test_every_answer_follows_its_kinds_format_and_is_right(made):
         answers = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         assert all(kinds.KINDS[kind].follows_format(answer) for kind, answer in zip(row["kinds"], answers, strict=True))
     arguments_of = lambda subject: pages.split_arguments(subject[subject.index("(") + 1:-1])
+    optional = lambda subject: ", ".join(re.findall(r"(\w+)=", subject))
     right = {
         "spell": lambda subject, answer: answer.replace(" ", "") == subject,
         "constant": lambda subject, answer: answer == f"`{subject.upper()}`",
         "snake": lambda subject, answer: answer == f"`{subject.replace(' ', '_')}`",
         "count": lambda subject, answer: answer == f"There are {len(arguments_of(subject))}.",
-        "defaults": lambda subject, answer: answer[:-1].split(", ") == re.findall(r"(\w+)=", subject),
+        "defaults": lambda subject, answer: answer == f"With a default: {optional(subject)}.",
     }
     for row in lines_of(made, "conversations_val"):
         check = right.get(row["kind"])
@@ -264,16 +265,16 @@ def test_formats_refuse(kind, answer):
 
 
 def test_baselines_by_hand():
-    question = lambda subject, answer: kinds.Question("defaults", subject, f"Which of `{subject}`?", answer)
+    question = lambda subject, core: kinds.Question("defaults", subject, f"Of `{subject}`?", f"With a default: {core}.")
     # The first one shares the most trigrams with everything, by its length alone: it must not be the nearest.
-    train = [question("read(path, mode='r') walk(top, hidden=False, size=0) sort(items, key=None, long=0)", "long."),
-             question("read(path, mode='r')", "mode."), question("walk(top, hidden=False)", "hidden."),
-             question("dump(obj, mode='w')", "mode.")]
-    held_out = [question("read(path, mode='rb')", "mode."), question("walks(top, hidden=True)", "hidden."),
-                question("zip(first, size=0)", "size."),
-                question("sort(items, key=None, reverse=False)", "key, reverse.")]
+    train = [question("read(path, mode='r') walk(top, hidden=False, size=0) sort(items, key=None, long=0)", "long"),
+             question("read(path, mode='r')", "mode"), question("walk(top, hidden=False)", "hidden"),
+             question("dump(obj, mode='w')", "mode")]
+    held_out = [question("read(path, mode='rb')", "mode"), question("walks(top, hidden=True)", "hidden"),
+                question("zip(first, size=0)", "size"),
+                question("sort(items, key=None, reverse=False)", "key, reverse")]
     bar = baselines("defaults", train, held_out)
-    assert (bar["constant"], bar["constant_answer"]) == (0.25, "mode.")
+    assert (bar["constant"], bar["constant_answer"]) == (0.25, "With a default: mode.")
     assert bar["nearest"] == 0.5
     assert (bar["copied"], bar["copy"]) == ("the last name", 0.25)        # elsewhere rb, True and False stand last
     assert bar["best"] == 0.5
