@@ -161,7 +161,7 @@ def draw(path, found, logs):
     except ImportError:
         return False
     blue, orange, green, grey = "#3b6ea8", "#d9822b", "#4a9a5b", "#9aa0a6"
-    figure, axes = pyplot.subplots(2, 4, figsize=(20, 9))
+    figure, axes = pyplot.subplots(2, 4, figsize=(20, 9), layout="constrained")
     panels = iter(axes.flat)
 
     def panel(title, x="", y=""):
@@ -239,7 +239,6 @@ def draw(path, found, logs):
 
     walls = {stage: wall for stage, wall, _ in found["timing"]}
     bars(panel("Seconds of each stage"), list(walls), list(walls.values()), blue)
-    figure.tight_layout()
     figure.savefig(path.with_suffix(".tmp.png"), dpi=110)
     path.with_suffix(".tmp.png").replace(path)
     pyplot.close(figure)
