@@ -27,14 +27,15 @@ from pathlib import Path
 
 import torch
 
-from configurator import changed_keys, configure, refuse
+from configurator import configure
 from engine import chat, checkpoint, rl
-from engine.files import lock_folder, read_json, write_json
+from engine.files import sha256_file, write_json
 from engine.generate import generate
 from engine.hf import load_model
 from engine.monitor import Monitor
 from engine.optim import adamw, clip, lr_at, set_lr
 from engine.parallel import accumulating, all_sum, barrier, finish, start, wrap
+from engine.run import continue_run, open_run, refuse_once
 from engine.shards import step_blocks
 
 data_dir = "data/demo"         # its chat/ holds the preferences
@@ -73,8 +74,8 @@ def read_pairs(path, tokenizer, block_size):
     that it is over."""
     pairs, too_long = [], 0
     for record in chat.read_preferences(path):
-        chosen, rejected = (chat.render(tokenizer, [*record["prompt"], {"role": "assistant", "content": record[side]}])[0]
-                            for side in ("chosen", "rejected"))
+        answers = [{"role": "assistant", "content": record[side]} for side in ("chosen", "rejected")]
+        chosen, rejected = (chat.render(tokenizer, [*record["prompt"], answer])[0] for answer in answers)
         if max(len(chosen), len(rejected)) > block_size:
             too_long += 1
             continue
@@ -203,18 +204,10 @@ def show(result, folder):
 def main(config):
     # 1. Where we are, and whether there is anything left to do.
     setup = start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
-    run, data = Path(config.out_dir) / "reward", Path(config.data_dir) / "chat"
-    lock = lock_folder(run) if setup.is_main else None                     # held until this process ends
-    barrier(setup)
-    if (run / "config.json").exists():
-        changes = changed_keys(read_json(run / "config.json"), config)
-        if changes:
-            refuse(*[f"{run} was begun with {key} = {old!r}, now it is {new!r}; give that value, or another --out_dir"
-                     for key, old, new in changes])
-    if (run / "result.json").exists():
-        setup.say(f"reward: already done, see {run / 'result.json'}")
-        return finish(setup)
-    started = time.perf_counter()
+    run, lock = open_run(config, "reward", setup)
+    if lock is None:
+        return
+    started, data = time.perf_counter(), Path(config.data_dir) / "chat"
 
     # 2. The starting model, and its trunk once more under a head of one number.
     source = config.init_from or Path(config.out_dir) / "sft"
@@ -226,7 +219,7 @@ def main(config):
     # 3. The pairs, and what is asked of them.
     train_file = data / "preferences_train.jsonl"
     if not train_file.exists():
-        refuse(f"{train_file} is missing. In the demonstration it is made by: {config.command('prepare_chat.py')}")
+        refuse_once(setup, f"{train_file} is missing; the demonstration's is made by: {config.command('prepare_chat')}")
     train, too_long = read_pairs(train_file, tokenizer, model.config.block_size)
     train = train[:config.max_pairs or None]
     problems = []
@@ -236,17 +229,17 @@ def main(config):
     if config.pairs_per_step % setup.world:
         problems.append(f"pairs_per_step = {config.pairs_per_step} can not be shared by {setup.world} processes")
     if problems:
-        refuse(*problems)
+        refuse_once(setup, *problems)
     steps = config.epochs * len(train) // config.pairs_per_step
-    config.save(run)
     setup.say(f"reward: {len(train):,} pairs ({too_long} too long), {steps} steps of {config.pairs_per_step}; "
               f"{sum(p.numel() for p in model.parameters()):,} parameters on {setup.device}, {setup.dtype}")
 
     # 4. Training, from wherever the last full checkpoint stands.
     optimizer = adamw(model, config.learning_rate, config.weight_decay)
     wrapped = wrap(model, setup)
-    state = checkpoint.resume(run, {"model": model}, {"model": optimizer}, setup) or {"step": 0, "seconds": 0.0}
-    first, warmup = state["step"], int(config.warmup_share * steps)
+    origin = {"pairs": sha256_file(train_file), "tokenizer": tokenizer.hash}
+    state = continue_run(run, {"model": model}, {"model": optimizer}, origin, setup)
+    first, before, warmup = state["step"], state.get("seconds", 0.0), int(config.warmup_share * steps)
     monitor = Monitor(run, setup, steps, first, label="reward")
     for step in range(first, steps):
         lr = set_lr(optimizer, lr_at(step, steps, config.learning_rate, warmup, "linear", final=0.0))
@@ -266,16 +259,16 @@ def main(config):
         norm = clip(model.parameters(), config.grad_clip).item()
         loss, accuracy = (all_sum(sums, setup) / config.pairs_per_step).tolist()
         if not math.isfinite(loss + norm):
-            refuse(f"step {step}: loss {loss}, gradient norm {norm}: nothing that could be learned from. The last "
-                   f"checkpoint in {run} is as it was; lower learning_rate, or use --dtype=fp32")
+            refuse_once(setup, f"step {step}: loss {loss}, gradient norm {norm}: nothing that could be learned from. "
+                        f"The last checkpoint in {run} is as it was; lower --learning_rate, or use --dtype=fp32")
         optimizer.step()
         monitor.advance()
         if (step + 1) % config.log_every == 0 or step + 1 == steps:
             line = f"loss {loss:.4f}  ranked right {accuracy:.1%}"
             monitor.log(step + 1, line, loss=loss, accuracy=accuracy, lr=lr, grad_norm=norm)
         if (step + 1) % config.save_full == 0 and step + 1 < steps:
-            seconds = state["seconds"] + time.perf_counter() - started
-            checkpoint.save_full(run, step + 1, {"model": model}, {"model": optimizer}, {"seconds": seconds}, setup)
+            facts = {**origin, "seconds": before + time.perf_counter() - started}
+            checkpoint.save_full(run, step + 1, {"model": model}, {"model": optimizer}, facts, setup)
             if setup.is_main:
                 checkpoint.prune(run, "full", keep=1)
     monitor.close()
@@ -295,7 +288,7 @@ def main(config):
     prompts = [pair["chosen"][:pair["prompt"]] for pair in picked]
     result["sft_samples"] = standardise(model, policy, prompts, tokenizer, config, setup)
     folder = checkpoint.save_light(run, steps, model, tokenizer, setup, {"config_hash": config.hash})
-    result["seconds"] = state["seconds"] + time.perf_counter() - started
+    result["seconds"] = before + time.perf_counter() - started
     if setup.is_main:
         write_json(run / "result.json", result)
         show(result, folder)

@@ -44,15 +44,16 @@ from pathlib import Path
 import torch
 
 from chatdata import remark
-from configurator import changed_keys, configure, refuse
+from configurator import configure, refuse
 from engine import chat, checkpoint, rl
-from engine.files import lock_folder, printable, read_json, write_json
+from engine.files import printable, sha256_file, write_json
 from engine.generate import generate
 from engine.hf import load_model
 from engine.loss import logprobs
 from engine.monitor import Monitor
 from engine.optim import adamw, clip, lr_at, set_lr
 from engine.parallel import accumulating, all_sum, barrier, finish, start, wrap
+from engine.run import continue_run, open_run, refuse_once
 from engine.shards import step_blocks
 
 data_dir = "data/demo"         # its chat/ holds the prompts
@@ -439,18 +440,11 @@ def main(config):
     dtype = "fp32" if config.dtype == "auto" and on_cpu else config.dtype
     setup = start(config.device, dtype, config.deterministic, config.threads, config.seed)
     if problems := problems_of(config, setup):
-        refuse(*problems)
-    run, data = Path(config.out_dir) / "ppo", Path(config.data_dir) / "chat"
-    lock = lock_folder(run) if setup.is_main else None                     # held until this process ends
-    barrier(setup)
-    if (run / "config.json").exists():
-        if changes := changed_keys(read_json(run / "config.json"), config):
-            refuse(*[f"{run} was begun with {key} = {old!r}, now it is {new!r}; give that value, or another --out_dir"
-                     for key, old, new in changes])
-    if (run / "result.json").exists():
-        setup.say(f"ppo: already done, see {run / 'result.json'}")
-        return finish(setup)
-    started = time.perf_counter()
+        refuse_once(setup, *problems)
+    run, lock = open_run(config, "ppo", setup)
+    if lock is None:
+        return
+    started, data = time.perf_counter(), Path(config.data_dir) / "chat"
 
     # The four networks. All of them stay in eval mode for the whole run: with dropout on, the ratio of new and old
     # probabilities would be noise.
@@ -461,21 +455,22 @@ def main(config):
     reference = copy.deepcopy(policy).requires_grad_(False)
     value = critic_from(reward)
     size = sum(p.numel() for p in policy.parameters())
-    setup.say(f"ppo: four networks of {size:,} parameters, {size * (2 * 16 + 2 * 4) / 2**20:,.0f} MiB: policy and critic "
-              f"with gradients and Adam's moments, reference and reward frozen; on {setup.device}, {setup.dtype}")
+    memory = size * (2 * 16 + 2 * 4) / 2**20
+    setup.say(f"ppo: four networks of {size:,} parameters, {memory:,.0f} MiB: policy and critic with gradients and "
+              f"Adam's moments, reference and reward frozen; on {setup.device}, {setup.dtype}")
 
     # The prompts: for training, and held out.
     longest = policy.config.block_size - config.max_new_tokens
     files = {name: data / f"prompts_{name}.jsonl" for name in ("train", "val")}
     if missing := [str(file) for file in files.values() if not file.exists()]:
-        refuse(f"missing: {', '.join(missing)}. The demonstration makes them by: {config.command('prepare_chat.py')}")
+        refuse_once(setup, f"missing: {', '.join(missing)}. The demonstration makes them by: "
+                    + config.command("prepare_chat.py"))
     (prompts, long), (held_out, _) = (read_prompts(file, tokenizer, longest) for file in files.values())
     if not prompts or not held_out:
-        refuse(f"{data}: no prompts of at most {longest} tokens (the model's {policy.config.block_size} less "
-               "max_new_tokens) in prompts_train.jsonl or prompts_val.jsonl")
+        refuse_once(setup, f"{data}: no prompts of at most {longest} tokens (the model's {policy.config.block_size} "
+                    "less max_new_tokens) in prompts_train.jsonl or prompts_val.jsonl")
     setup.say(f"ppo: {len(prompts):,} prompts ({long} too long), {len(held_out)} held out; {config.updates} updates of "
               f"{config.episodes} answers, {config.epochs} epochs of {config.minibatches} minibatches")
-    config.save(run)
 
     # Where it starts from: a checkpoint of this run, or the held-out numbers of the starting model.
     # Adam's eps: with the usual 1e-8, parameters whose gradients are next to nothing take steps of full size.
@@ -483,12 +478,11 @@ def main(config):
                   adamw(value, config.value_learning_rate, config.weight_decay, eps=1e-5)]
     modules, named = {"policy": policy, "value": value}, dict(zip(("policy", "value"), optimizers))
     trained = wrap(policy, setup), wrap(value, setup)     # gradients pass through these, or the ranks would drift apart
-    state = checkpoint.resume(run, modules, named, setup)
-    if state is None:
-        held_out = held_out[:config.eval_prompts]
-        state = {"step": 0, "seconds": 0.0, "kl_coef": config.kl_coef,
-                 "before": evaluate(policy, reference, reward, held_out, tokenizer, config, setup)}
-    first, kl_coef = state["step"], state["kl_coef"]
+    origin = {"prompts": sha256_file(files["train"]), "tokenizer": tokenizer.hash}
+    state = continue_run(run, modules, named, origin, setup)
+    first, kl_coef, spent = state["step"], state.get("kl_coef", config.kl_coef), state.get("seconds", 0.0)
+    held_out = held_out[:config.eval_prompts]
+    at_start = state.get("before") or evaluate(policy, reference, reward, held_out, tokenizer, config, setup)
     total = lambda tensor: all_sum(tensor, setup)
     monitor = Monitor(run, setup, config.updates, first, label="ppo")
 
@@ -547,18 +541,18 @@ def main(config):
             line = "score {score:+.2f}  gold {gold:+.2f}  kl {kl:.2f}  stops {stop_rate:.0%}  length {length:.1f}"
             monitor.log(update + 1, line.format(**numbers), **numbers)
         if (update + 1) % config.save_full == 0 and update + 1 < config.updates:
-            seconds = state["seconds"] + time.perf_counter() - started
-            keep = {"seconds": seconds, "kl_coef": kl_coef, "before": state["before"]}
-            checkpoint.save_full(run, update + 1, modules, named, keep, setup)
+            seconds = spent + time.perf_counter() - started
+            facts = {**origin, "seconds": seconds, "kl_coef": kl_coef, "before": at_start}
+            checkpoint.save_full(run, update + 1, modules, named, facts, setup)
             if setup.is_main:
                 checkpoint.prune(run, "full", keep=1)
     monitor.close()
 
     # What has come of it, on the held-out prompts.
-    after = evaluate(policy, reference, reward, held_out[:config.eval_prompts], tokenizer, config, setup)
+    after = evaluate(policy, reference, reward, held_out, tokenizer, config, setup)
     folder = checkpoint.save_light(run, config.updates, policy, tokenizer, setup, {"config_hash": config.hash})
-    result = {"updates": config.updates, "episodes": config.episodes, "before": state["before"], "after": after,
-              **verdict(state["before"], after, config), "seconds": state["seconds"] + time.perf_counter() - started}
+    result = {"updates": config.updates, "episodes": config.episodes, "before": at_start, "after": after,
+              **verdict(at_start, after, config), "seconds": spent + time.perf_counter() - started}
     if setup.is_main:
         write_json(run / "result.json", result)
         show(result, folder)

@@ -1,4 +1,4 @@
-"""What every training stage does with its folder: take it, tell whether it is new, half done or done, and save into it."""
+"""What every training stage does with its folder: take it, tell if it is new, half done or done, and save into it."""
 from pathlib import Path
 
 import torch
@@ -11,11 +11,12 @@ from engine.files import lock_folder, read_json
 def open_run(config, stage, setup):
     """Takes out_dir/stage for this run; -> (folder, lock), or (folder, None) when the run is finished.
 
-    The lock lives as long as the object does: keep it. Refuses a folder that another process uses, and one that was begun
-    with other settings, naming each key with both values."""
+    The lock lives as long as the object does: keep it. Refuses a folder that another process uses, and one that was
+    begun with other settings, naming each key with both values."""
     folder = Path(config.out_dir) / stage
     lock = lock_folder(folder) if setup.is_main else "held by rank 0"
-    if (folder / "config.json").exists():
+    begun = any(folder.glob("full_????????")) or any(folder.glob("step_????????"))     # else nothing hangs on settings
+    if begun and (folder / "config.json").exists():
         changed = changed_keys(read_json(folder / "config.json"), config)
         if changed:
             refuse_once(setup, *[f"{folder} was begun with {key} = {old!r}, now it is {new!r}" for key, old, new in changed],
@@ -49,9 +50,9 @@ def continue_run(folder, modules, optimizers, origin, setup):
 
 
 def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, facts, setup):
-    """Saves after step `done` of `total` what the intervals ask for, and removes what is older than config.keep; -> whether
-    it did. Light before full: where a full checkpoint is, the light one of its step is too. The first of modules is the model
-    that a light checkpoint holds. Weights that are not finite are never saved."""
+    """Saves after step `done` of `total` what the intervals ask for, and removes what is older than config.keep; ->
+    whether it did. Light before full: where a full checkpoint is, the light one of its step is too. The first of
+    modules is the model that a light checkpoint holds. Weights that are not finite are never saved."""
     due = [kind for kind, every in (("light", config.save_light), ("full", config.save_full))
            if done == total or every and done % every == 0]
     if not due:

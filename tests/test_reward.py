@@ -115,7 +115,8 @@ def test_report_by_margin_with_ties():
     pairs = [{"gap": gap} for gap in (0.5, 0.9, 1.2, 3.0, math.nan)]
     found = reward.report(pairs, torch.tensor([1.0, 0.0, 2.0, 1.0, 0.0]), torch.tensor([0.0, 0.0, 3.0, 0.0, 0.0]))
     assert found["accuracy"] == pytest.approx((1 + 0.5 + 0 + 1 + 0.5) / 5)
-    assert [(b["from"], b["pairs"], b["accuracy"]) for b in found["by_margin"]] == [(0.0, 2, 0.75), (1.0, 1, 0.0), (2.0, 1, 1.0)]
+    buckets = [(bucket["from"], bucket["pairs"], bucket["accuracy"]) for bucket in found["by_margin"]]
+    assert buckets == [(0.0, 2, 0.75), (1.0, 1, 0.0), (2.0, 1, 1.0)]
 
 
 def test_report_on_control_pairs_counts_tokens_of_the_answer():

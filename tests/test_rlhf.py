@@ -1,0 +1,514 @@
+"""
+rlhf.py: the identities that a correct PPO keeps and a wrong one breaks, in the order of what they have caught
+elsewhere.
+
+Most tests look at one roll-out of an untrained but sharp policy, with prompts of different lengths (so padding on the
+left) and answers of which some end by themselves and some are cut. The mistakes that the self-check is there for are
+planted one by one at the end.
+"""
+import copy
+import gc
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import rlhf
+import toy
+from engine import chat, checkpoint, generate as generation, hf, rl
+from engine.loss import logprobs
+from model import ScalarModel
+from small import ALONE, ROOT
+
+
+@pytest.fixture(scope="module")
+def words():
+    return toy.tokenizer()
+
+
+def sharp_policy(words, seed=0):
+    """An untrained policy whose answers end after about ten tokens: the end token's row points to where hidden states
+    are."""
+    policy = toy.model(words, seed, sharpness=4.0).eval()
+    with torch.no_grad():
+        ids = torch.randint(words.vocab_size, (64, 16), generator=torch.Generator().manual_seed(seed))
+        usual = policy.hidden(ids).flatten(0, 1).mean(0)
+        policy.lm_head.weight[words.special("<|end|>")] += 1.5 * usual / usual.square().sum()
+    return policy
+
+
+def drawn_reward(policy):
+    made = ScalarModel(policy.config).init_weights(3)
+    made.model.load_state_dict(policy.model.state_dict())
+    return made.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def world(words, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rlhf")
+    toy.write_data(folder / "data", prompts=24, pairs=1, control=1)
+    policy = sharp_policy(words)
+    toy.save(folder / "sft", policy, words)
+    toy.save(folder / "reward", drawn_reward(policy), words)
+    return folder
+
+
+def config_of(world, out, *more):
+    return toy.config_of(rlhf, f"--data_dir={world}/data", f"--out_dir={out}", f"--policy_from={world}/sft",
+                         f"--reward_from={world}/reward", "--episodes=8", "--micro_batch_size=3", "--updates=3",
+                         "--eval_prompts=8", "--max_new_tokens=12", "--learning_rate=1e-3",
+                         "--value_learning_rate=1e-3", *more)
+
+
+class Scene:
+    """One roll-out with everything that PPO knows of it."""
+
+    def __init__(self, world, words, *options):
+        self.config = config_of(world, world / "unused", *options)
+        self.policy = sharp_policy(words)
+        self.reference = copy.deepcopy(self.policy).requires_grad_(False)
+        self.reward = drawn_reward(self.policy)
+        self.value = rlhf.critic_from(self.reward)
+        with torch.no_grad():
+            self.value.score.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(5))
+        self.words = words
+        prompts, _ = rlhf.read_prompts(world / "data" / "chat" / "prompts_train.jsonl", words, 100)
+        self.prompts = prompts[:8]
+        self.batch = rlhf.roll_out(self.policy, [p["ids"] for p in self.prompts], words, self.config, 7, "cpu")
+        self.judged = rlhf.judge(self.policy, self.reference, self.value, self.reward, self.batch, self.config, ALONE)
+        scores, old, ref, values, self.entropies = self.judged
+        rewards = rl.place_score(rl.kl_rewards(old, ref, self.batch.answer, 0.1), scores, self.batch.answer)
+        advantages, returns = rl.gae(rewards, values, self.batch.answer)
+        self.old = {"logprobs": old, "values": values, "returns": returns,
+                    "advantages": rl.whiten(advantages, self.batch.answer)}
+
+    def optimizers(self, learning_rate=1e-2):
+        return [torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+                for model in (self.policy, self.value)]
+
+    def improve(self, optimizers=None, config=None, check=False):
+        return rlhf.improve(self.policy, self.value, optimizers or self.optimizers(), self.batch, self.old, 0,
+                            config or self.config, ALONE, check)
+
+    def check(self):
+        rlhf.self_check(self.policy, self.reference, self.value, self.reward, self.batch, self.judged, self.config,
+                        ALONE, fresh=True)
+
+
+@pytest.fixture
+def scene(world, words):
+    return Scene(world, words)
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def set_dropout(model, p):
+    for layer in model.model.layers:
+        layer.dropout = p
+
+
+# --------------------------------------------------------------------------------------------------------- the scene
+
+def test_the_scene_has_what_the_tests_need(scene):
+    """Left padding, answers that ended and answers that were cut, and padding behind the shorter ones."""
+    batch = scene.batch
+    assert 0 < batch.ended.sum() < len(batch.ended)
+    assert not batch.mask[:, 0].all() and not batch.answer[:, -1].all()
+    ends = rl.at_last(batch.ids.float(), batch.mask) == scene.words.special("<|end|>")
+    assert torch.equal(ends | (rl.at_last(batch.ids.float(), batch.mask) == scene.words.eos_id), batch.ended)
+    for row, prompt in enumerate(scene.prompts):
+        real = batch.ids[row][batch.mask[row]]
+        assert real[:len(prompt["ids"])].tolist() == prompt["ids"]
+        assert scene.words.decode(real[len(prompt["ids"]):]) == batch.texts[row]
+        assert batch.answer[row].sum() == len(real) - len(prompt["ids"])
+
+
+# ------------------------------------------------------------------------------------------------ identities, by rank
+
+@pytest.mark.parametrize("micro", [64, 3, 1])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_without_learning_the_ratio_stays_one(world, words, micro, dropout):
+    """lr = 0: in every epoch, minibatch and micro-batch, new and old probabilities are the same; with dropout in the
+    config too, since every network is in eval mode."""
+    scene = Scene(world, words, f"--micro_batch_size={micro}", "--epochs=2")
+    for model in (scene.policy, scene.value):
+        set_dropout(model, dropout)
+    learned = scene.improve(scene.optimizers(learning_rate=0.0))
+    assert learned["optimizer_steps"] == 4
+    assert learned["first_ratio"] < 1e-5 and learned["approx_kl"] < 1e-11 and learned["clipfrac"] == 0
+
+
+def test_policy_equals_reference_before_the_first_step(scene):
+    _, old, ref, _, _ = scene.judged
+    assert torch.equal(old, ref)
+
+
+@pytest.mark.parametrize("temperature", ["1.0", "0.7"])
+def test_scoring_gives_the_generators_log_probabilities(world, words, temperature):
+    scene = Scene(world, words, f"--temperature={temperature}")
+    gap = rl.largest(scene.judged[1] - scene.batch.sampled_logprobs, scene.batch.answer)
+    assert gap < 1e-4 and scene.batch.sampled_logprobs.min() < -1.0
+    scene.check()
+    assert scene.improve(scene.optimizers(0.0))["first_ratio"] < 1e-5
+
+
+def test_entropy_identity(world, words):
+    """mean(-log p) over the samples is the mean entropy. With top-k sampling it is not, and the ratio is 1 all the
+    same."""
+    honest = Scene(world, words)
+    assert abs(rlhf.entropy_identity(honest.policy, honest.batch, honest.config, ALONE)[1]) < 3
+    cut = with_patched_generator(world, words, top_k=4)
+    nats, errors = rlhf.entropy_identity(cut.policy, cut.batch, cut.config, ALONE)
+    assert nats < -0.2 and errors < -5
+    assert cut.improve(cut.optimizers(0.0))["first_ratio"] < 1e-5          # which is why this identity is needed
+
+
+def with_patched_generator(world, words, **wrong):
+    def wrong_generate(*args, **kwargs):
+        return generation.generate(*args, **{**kwargs, **wrong})
+    original, rlhf.generate = rlhf.generate, wrong_generate
+    try:
+        return Scene(world, words)
+    finally:
+        rlhf.generate = original
+
+
+def test_padding_on_the_left_changes_nothing(scene):
+    gaps = rlhf.padding_gaps(scene.policy, scene.value, scene.reward, scene.batch, scene.config, ALONE)
+    assert set(gaps) == {"log-probabilities", "values", "scores"} and max(gaps.values()) < 1e-4
+    for row in range(4):                                                   # and alone, without any padding
+        real = scene.batch.ids[row][scene.batch.mask[row]][None]
+        alone = logprobs(scene.policy, real, torch.ones_like(real, dtype=torch.bool))[0]
+        answer = scene.judged[1][row][scene.batch.answer[row]]
+        torch.testing.assert_close(answer, alone[-len(answer):], rtol=0, atol=1e-5)
+
+
+def test_the_end_token_is_learned_and_padding_is_not(scene):
+    """The gradient at the logits: something at the step that chose the end token, exactly nothing in prompt and
+    padding."""
+    kept = []
+
+    def keep(module, inputs, logits):
+        logits.retain_grad()
+        kept.append(logits)
+    scene.policy.lm_head.register_forward_hook(keep)
+    rows = torch.arange(8)
+    new = rlhf.answer_logprobs(scene.policy, scene.batch, rows, scene.config)
+    losses = rl.policy_loss(new, scene.old["logprobs"], scene.old["advantages"], 0.2)
+    rl.masked_sum(losses, scene.batch.answer).backward()
+    gradient = kept[0].grad.abs().amax(-1)                                 # (B, P + R)
+    chooses = torch.zeros_like(scene.batch.mask)
+    chooses[:, scene.batch.prompt_width - 1:-1] = scene.batch.answer       # the position that chose each answer token
+    assert (gradient[~chooses] == 0).all()
+    at_end = rl.at_last(gradient, chooses)
+    assert (at_end[scene.batch.ended] > 1e-6).all()
+
+
+def test_gradients_do_not_depend_on_the_micro_batches(world, words):
+    """Lengths differ, so a mean of the micro-batches' means would differ from the mean over the step."""
+    found = []
+    for size in (64, 3, 1):
+        scene = Scene(world, words, f"--micro_batch_size={size}", "--epochs=1", "--minibatches=1", "--grad_clip=0.0")
+        scene.improve(scene.optimizers(0.0))
+        found.append([torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (scene.policy, scene.value)])
+    for other in found[1:]:
+        for a, b in zip(found[0], other):
+            assert a.norm() > 1e-3
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_is_the_mean_over_the_answers_tokens(world, words):
+    """The policy's gradient at ratio 1, written down directly: -mean over all answer tokens of A grad log p."""
+    scene = Scene(world, words, "--epochs=1", "--minibatches=1", "--grad_clip=0.0")
+    scene.improve(scene.optimizers(0.0))
+    found = torch.cat([p.grad.flatten() for p in scene.policy.parameters()])
+    scene.policy.zero_grad()
+    new = rlhf.answer_logprobs(scene.policy, scene.batch, torch.arange(8), scene.config)
+    (-(new * scene.old["advantages"])[scene.batch.answer].mean()).backward()
+    expected = torch.cat([p.grad.flatten() for p in scene.policy.parameters()])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_values_see_what_came_before_and_not_the_token_itself(scene):
+    rows, width = torch.arange(8), scene.batch.prompt_width
+    other = copy.copy(scene.batch)
+    other.ids = scene.batch.ids.clone()
+    other.ids[:, width + 2] = (other.ids[:, width + 2] + 1) % 300          # each answer's third token is another one
+    moved = (rlhf.answer_values(scene.value, other, rows) - rlhf.answer_values(scene.value, scene.batch, rows)).abs()
+    moved = torch.where(scene.batch.answer, moved, 0.0)
+    assert moved[:, :3].max() < 1e-6 and moved[:, 3].max() > 1e-4
+
+
+def test_scores_are_read_at_the_answers_end(scene):
+    rows = torch.arange(8)
+    before = rlhf.answer_scores(scene.reward, scene.batch, rows)
+    padded = copy.copy(scene.batch)
+    padded.ids = torch.where(scene.batch.mask, scene.batch.ids, scene.words.special("<|user|>"))
+    assert torch.equal(rlhf.answer_scores(scene.reward, padded, rows), before)
+    for row in range(8):
+        real = scene.batch.ids[row][scene.batch.mask[row]][None]
+        torch.testing.assert_close(scene.reward(real)[0, -1], before[row], rtol=0, atol=1e-5)
+
+
+def test_the_critic_begins_as_the_reward_models_trunk(scene):
+    critic = rlhf.critic_from(scene.reward)
+    for a, b in zip(critic.model.parameters(), scene.reward.model.parameters(), strict=True):
+        assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
+    assert (rlhf.answer_values(critic, scene.batch, torch.arange(8)) == 0).all()
+    assert all(p.requires_grad for p in critic.parameters())
+
+
+def test_entropy_is_never_negative(scene):
+    assert (scene.entropies >= 0).all() and scene.entropies[scene.batch.answer].mean() > 0.5
+
+
+def test_an_early_stop_leaves_every_parameter_as_it_was(world, words):
+    """The second step would go too far, so it is not taken: policy and critic are, bit for bit, where the first one
+    left them, although Adam has momentum by then."""
+    def train(*options):
+        scene = Scene(world, words, "--minibatches=1", *options)
+        learned = scene.improve()
+        return learned, flat(scene.policy), flat(scene.value)
+    once, *after_one = train("--epochs=1", "--max_approx_kl=1e-9")
+    stopped, *after_stop = train("--epochs=4", "--max_approx_kl=1e-9")
+    free, *after_four = train("--epochs=4", "--max_approx_kl=0.0")
+    assert (once["optimizer_steps"], stopped["optimizer_steps"], free["optimizer_steps"]) == (1, 1, 4)
+    assert stopped["stopped_early"] and not once["stopped_early"]
+    for one, stop, four in zip(after_one, after_stop, after_four):
+        assert torch.equal(one, stop) and not torch.equal(one, four)
+
+
+def test_policy_and_critic_are_clipped_apart(world, words):
+    """A critic that is far off must not take the policy's share of the gradient's norm."""
+    norms = []
+    for scale in (1.0, 1000.0):
+        scene = Scene(world, words, "--epochs=1", "--minibatches=1", "--grad_clip=0.01", "--value_clip_range=1e9")
+        scene.old["returns"] = scene.old["returns"] * scale
+        scene.improve(scene.optimizers(0.0))
+        norms += [torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+                  for model in (scene.policy, scene.value)]
+    assert norms == pytest.approx([0.01] * 4, rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------------ the run
+
+@pytest.fixture
+def spy(monkeypatch):
+    """Records the arguments and results of a function of rlhf or rl, by name."""
+    seen = {}
+
+    def watch(module, name):
+        real, seen[name] = getattr(module, name), []
+
+        def wrapper(*args, **kwargs):
+            result = real(*args, **kwargs)
+            seen[name].append((args, kwargs, result))
+            return result
+        monkeypatch.setattr(module, name, wrapper)
+        return seen[name]
+    return watch
+
+
+def test_an_update_put_together_again_by_hand(world, tmp_path, spy):
+    """From the tokens, scores and log-probabilities of the second update (in the first one the KL is 0): penalty, KL
+    and score at their places, and the advantages that the policy really gets."""
+    judge, improve, = spy(rlhf, "judge"), spy(rlhf, "improve")
+    rlhf.main(config_of(world, tmp_path, "--updates=2", "--missing_end_penalty=0.75", "--kl_coef=0.3"))
+    (_, _, _, _, batch, _, _), _, (scores, old, ref, values, _) = judge[1]
+    handed = improve[1][0][4]
+    assert 0 < batch.ended.sum() < 8 and not torch.equal(old, ref)
+    advantages, returns = torch.zeros_like(old), torch.zeros_like(old)
+    for row in range(8):
+        length = int(batch.answer[row].sum())
+        reward = [-0.3 * (old[row, t] - ref[row, t]).item() for t in range(length)]
+        reward[-1] += scores[row].item() - (0.0 if batch.ended[row] else 0.75)
+        value = [values[row, t].item() for t in range(length)] + [0.0]
+        for t in range(length):
+            advantages[row, t] = sum(0.95 ** (s - t) * (reward[s] + value[s + 1] - value[s]) for s in range(t, length))
+            returns[row, t] = advantages[row, t] + value[t]
+    inside = advantages[batch.answer]
+    whitened = (advantages - inside.mean()) / inside.std(unbiased=False)
+    torch.testing.assert_close(handed["returns"], returns, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(handed["advantages"][batch.answer], whitened[batch.answer], rtol=1e-3, atol=1e-4)
+    assert handed["logprobs"] is old and handed["values"] is values
+
+
+def test_reference_and_reward_model_are_frozen_and_the_others_move(world, tmp_path, spy):
+    judge = spy(rlhf, "judge")
+    rlhf.main(config_of(world, tmp_path))
+    (policy, reference, value, reward, *_), _, _ = judge[0]
+    start, _ = hf.load_model(world / "sft")
+    scorer, _ = hf.load_model(world / "reward", kind="scalar")
+    assert torch.equal(flat(reference), flat(start)) and torch.equal(flat(reward), flat(scorer))
+    assert not torch.equal(flat(policy), flat(start)) and not torch.equal(flat(value), flat(rlhf.critic_from(scorer)))
+    saved, _ = hf.load_model(tmp_path / "ppo")
+    assert torch.equal(flat(saved), flat(policy))
+    result = json.loads((tmp_path / "ppo" / "result.json").read_text())
+    assert result["before"]["kl"] == 0 and result["after"]["kl"] != 0
+    log = [json.loads(line) for line in (tmp_path / "ppo" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == [1, 2, 3] and log[0]["kl"] == 0
+    assert log[0]["lr"] == 1e-3 and log[2]["lr"] == pytest.approx(1e-3 / 3)
+
+
+def test_interrupted_and_continued_is_the_same(world, tmp_path, monkeypatch, capsys):
+    """Stopped inside the third update and started again: the same weights, and the same result to the last digit."""
+    options = ["--updates=4", "--save_full=2", "--kl_target=1.0", "--kl_horizon=16"]
+    rlhf.main(config_of(world, tmp_path / "straight", *options))
+    real, calls = rlhf.improve, []
+
+    def interrupt(*args):
+        calls.append(args[5])
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+    monkeypatch.setattr(rlhf, "improve", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        rlhf.main(config_of(world, tmp_path / "broken", *options))
+    gc.collect()                                                           # the lock goes with the frame that holds it
+    rlhf.main(config_of(world, tmp_path / "broken", *options))
+    assert calls == [0, 1, 2, 2, 3]
+    results, policies, logs = [], [], []
+    for name in ("straight", "broken"):
+        result = json.loads((tmp_path / name / "ppo" / "result.json").read_text())
+        results.append({key: value for key, value in result.items() if key != "seconds"})
+        policies.append(flat(hf.load_model(tmp_path / name / "ppo")[0]))
+        lines = [json.loads(line) for line in (tmp_path / name / "ppo" / "log.jsonl").read_text().splitlines()]
+        logs.append({line["step"]: (line["score"], line["kl_coef"], line["value_loss"]) for line in lines})
+    assert torch.equal(*policies) and results[0] == results[1] and logs[0] == logs[1]
+    assert len({kl_coef for _, kl_coef, _ in logs[0].values()}) > 1        # the adapted coefficient is carried over too
+    capsys.readouterr()
+    rlhf.main(config_of(world, tmp_path / "broken", *options))
+    assert "already done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options, said", [
+    (["--top_k=50", "--temperature=0.0", "--episodes=7"], ["top_k = 50", "temperature = 0.0", "episodes = 7"]),
+    (["--top_p=0.9"], ["top_p = 0.9"]),
+    (["--policy_from=/nowhere"], ["/nowhere"]),
+    (["--data_dir=/nowhere"], ["prompts_train.jsonl", "prompts_val.jsonl", "prepare_chat.py"]),
+    (["--max_new_tokens=125"], ["no prompts of at most 3 tokens"])])
+def test_refusals(world, tmp_path, capsys, options, said):
+    with pytest.raises(SystemExit) as refused:
+        rlhf.main(config_of(world, tmp_path, *options))
+    error = capsys.readouterr().err
+    assert refused.value.code == 2 and all(words in error for words in said)
+
+
+TWO_PROCESSES = """
+import sys, hashlib
+sys.path[:0] = [{root!r}, {tests!r}]
+import rlhf, toy
+real = rlhf.improve
+
+def digest(*tensors):
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+
+def improve(policy, value, optimizers, batch, old, update, config, setup, check):
+    learned = real(policy, value, optimizers, batch, old, update, config, setup, check)
+    with open({folder!r} + f"/rank{{setup.rank}}", "a") as file:        # both write at once: not to one stream
+        prompts = batch.ids[:, :batch.prompt_width]
+        print(digest(*policy.parameters(), *value.parameters()), digest(prompts), learned["approx_kl"], file=file)
+    return learned
+
+rlhf.improve = improve
+rlhf.main(toy.config_of(rlhf, *sys.argv[1:]))
+"""
+
+
+def test_two_processes_hold_the_same_parameters(world, tmp_path):
+    """Different prompts on each rank, and after every update the same bits in policy and critic."""
+    script = tmp_path / "two.py"
+    script.write_text(TWO_PROCESSES.format(root=str(ROOT), tests=str(ROOT / "tests"), folder=str(tmp_path)))
+    arguments = [f"--data_dir={world}/data", f"--out_dir={tmp_path}/out", f"--policy_from={world}/sft",
+                 f"--reward_from={world}/reward", "--episodes=8", "--micro_batch_size=3", "--updates=2",
+                 "--eval_prompts=8", "--max_new_tokens=8", "--learning_rate=1e-3"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*torchrun, str(script), *arguments], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [[line.split() for line in (tmp_path / f"rank{rank}").read_text().splitlines()] for rank in range(2)]
+    assert len(ranks[0]) == len(ranks[1]) == 2
+    for (parameters, prompts, kl), (other_parameters, other_prompts, other_kl) in zip(*ranks):
+        assert parameters == other_parameters and prompts != other_prompts and kl == other_kl
+    assert ranks[0][0][0] != ranks[0][1][0]
+    assert "answers" in json.loads((tmp_path / "out" / "ppo" / "result.json").read_text())["after"]
+
+
+# ----------------------------------------------------------------------------------------------- the self-check bites
+
+def planted(name, monkeypatch):
+    """Plants one mistake that public trainers have had."""
+    real_generate, real_logprobs, real_answer = rlhf.generate, rlhf.logprobs, rlhf.answer_logprobs
+    if name == "top-k sampling":
+        monkeypatch.setattr(rlhf, "generate", lambda *a, **k: real_generate(*a, **{**k, "top_k": 4}))
+    if name == "nucleus sampling":
+        monkeypatch.setattr(rlhf, "generate", lambda *a, **k: real_generate(*a, **{**k, "top_p": 0.7}))
+    if name == "scored at another temperature":
+        monkeypatch.setattr(rlhf, "logprobs", lambda m, i, mask, t, e=False: real_logprobs(m, i, mask, 1.3 * t, e))
+    if name == "padding attended to":
+        monkeypatch.setattr(rlhf, "logprobs",
+                            lambda m, i, mask, t, e=False: real_logprobs(m, i, torch.ones_like(mask), t, e))
+    if name == "scored one token late":
+        def late(model, batch, rows, config, with_entropy=False):
+            found = real_answer(model, batch, rows, config, with_entropy)
+            return tuple(x.roll(-1, 1) for x in found) if with_entropy else found.roll(-1, 1)
+        monkeypatch.setattr(rlhf, "answer_logprobs", late)
+    if name == "reference is not the policy":
+        real_copy = rlhf.copy.deepcopy
+
+        def other(model):
+            made = real_copy(model)
+            if hasattr(made, "lm_head"):
+                made.lm_head.weight.data.mul_(1.001)
+            return made
+        monkeypatch.setattr(rlhf.copy, "deepcopy", other)
+    if name == "dropout in the update":
+        real_improve = rlhf.improve
+
+        def with_dropout(policy, *args):
+            set_dropout(policy, 0.1)
+            return real_improve(policy.train(), *args)
+        monkeypatch.setattr(rlhf, "improve", with_dropout)
+    if name == "reference at another temperature":
+        def cooler(model, batch, rows, config, with_entropy=False):
+            frozen = not next(model.parameters()).requires_grad
+            found = real_logprobs(model, batch.ids[rows], batch.mask[rows], 0.9 if frozen else 1.0, with_entropy)
+            first = batch.prompt_width - 1
+            return tuple(x[:, first:] for x in found) if with_entropy else found[:, first:]
+        monkeypatch.setattr(rlhf, "answer_logprobs", cooler)
+    if name == "score read from padding":
+        monkeypatch.setattr(rlhf, "answer_scores", lambda reward, batch, rows: reward(batch.ids[rows])[:, -1])
+    if name == "critic attends to padding":
+        monkeypatch.setattr(rlhf, "answer_values",
+                            lambda value, batch, rows: value(batch.ids[rows])[:, batch.prompt_width - 1:-1])
+        monkeypatch.setattr(rlhf, "critic_from", lambda reward: copy.deepcopy(reward).requires_grad_(True))
+
+
+@pytest.mark.parametrize("mistake, said", [
+    ("top-k sampling", "not drawn from the distribution"),
+    ("nucleus sampling", "not drawn from the distribution"),
+    ("scored at another temperature", "between generation and scoring"),
+    ("padding attended to", "between generation and scoring"),
+    ("scored one token late", "between generation and scoring"),
+    ("reference is not the policy", "policy and reference differ"),
+    ("reference at another temperature", "policy and reference differ"),
+    ("dropout in the update", "log ratio"),
+    ("score read from padding", "change the scores"),
+    ("critic attends to padding", "change the values")])
+def test_the_self_check_ends_a_run_with(mistake, said, world, tmp_path, monkeypatch, capsys):
+    planted(mistake, monkeypatch)
+    with pytest.raises(SystemExit) as refused:
+        rlhf.main(config_of(world, tmp_path, "--updates=1", "--episodes=24"))
+    error = capsys.readouterr().err
+    assert refused.value.code == 2 and said in error, error
+    assert not (tmp_path / "ppo" / "result.json").exists() and checkpoint.newest(tmp_path / "ppo") is None
+
+
+def test_an_honest_run_passes_the_self_check(world, tmp_path, capsys):
+    rlhf.main(config_of(world, tmp_path, "--updates=1", "--episodes=24"))
+    assert "self-check" in capsys.readouterr().out
