@@ -24,6 +24,7 @@ Only the training split is read. Results, in data_dir/tokenizer:
     tokenizer.json, tokenizer_config.json    Hugging Face's form; transformers loads the folder
     tokenizer.tiktoken                       the ranks in tiktoken's form
     report.json                              bytes per token on held-out text; what the tokenizer was made from
+    config.json                              the settings and circumstances of the run that made it
 
 A second call finds that it is done, or does it again when the documents or the keys have changed.
 """
@@ -399,6 +400,7 @@ def main(config):
     if report := finished(folder, source):
         print(f"{folder}: already done ({report['vocab_size']} tokens, hash {report['hash'][:16]})")
         return print_report(report)
+    config.save(folder)
 
     # 2. The pieces of the training text, each with its count.
     start = time.perf_counter()

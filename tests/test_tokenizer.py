@@ -77,6 +77,11 @@ def run(tmp_path, capsys):
     return call
 
 
+def results(folder):
+    """All files but the lock and the circumstances (config.json has the time's commit and arguments)."""
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name not in (".lock", "config.json")}
+
+
 def text_file(tmp_path, text, name="text.txt"):
     path = tmp_path / name
     path.write_text(text, encoding="utf-8", newline="")
@@ -392,11 +397,11 @@ def test_script_trains_reports_and_knows_that_it_is_done(run, tmp_path):
     assert tokenizer.hash == report["hash"] and row["tokens"] == len(tokenizer.encode(held_out.read_text()))
     assert "already done" in run(*words)[1]
 
-    before = {file.name: file.read_bytes() for file in run.folder.iterdir() if file.name != ".lock"}
+    before = results(run.folder)
     assert set(before) == {"tokenizer.json", "tokenizer_config.json", "tokenizer.tiktoken", "report.json"}
     (run.folder / "tokenizer.json").write_text("{}")                # damaged: done again, the same bytes
     assert "already done" not in run(*words)[1]
-    assert before == {file.name: file.read_bytes() for file in run.folder.iterdir() if file.name != ".lock"}
+    assert before == results(run.folder)
 
     assert run(*words[:2], "--vocab_size=500")[0]["vocab_size"] == 500       # another key: done again
     train_text.write_text("\n".join(TOPICS[:39]))                            # another text: done again
@@ -406,9 +411,6 @@ def test_script_trains_reports_and_knows_that_it_is_done(run, tmp_path):
 def test_killed_and_started_again_gives_the_same_bytes(tmp_path, root):
     train_text = text_file(tmp_path, "\n".join(TOPICS))
     command = [sys.executable, "train_tokenizer.py", f"--text={train_text}", "--vocab_size=3000", "--workers=2"]
-
-    def result(folder):
-        return {file.name: file.read_bytes() for file in (folder / "tokenizer").iterdir() if file.name != ".lock"}
     start = time.perf_counter()
     subprocess.run([*command, f"--data_dir={tmp_path / 'whole'}"], cwd=root, check=True, capture_output=True)
     duration = time.perf_counter() - start
@@ -419,7 +421,7 @@ def test_killed_and_started_again_gives_the_same_bytes(tmp_path, root):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     subprocess.run([*command, f"--data_dir={tmp_path / 'cut'}"], cwd=root, check=True, capture_output=True)
-    assert result(tmp_path / "cut") == result(tmp_path / "whole")
+    assert results(tmp_path / "cut" / "tokenizer") == results(tmp_path / "whole" / "tokenizer")
 
 
 def test_text_that_gives_fewer_tokens_than_asked_for(run, tmp_path):
