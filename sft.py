@@ -33,13 +33,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from configurator import changed_keys, configure, refuse
+from configurator import configure
 from engine import chat, checkpoint, parallel
-from engine.files import lock_folder, read_json, sha256_file, write_json
+from engine.files import sha256_file, write_json
 from engine.hf import find_folder, load_model
 from engine.loss import token_losses
 from engine.monitor import Monitor
 from engine.optim import Guard, adamw, clip, lr_at, set_lr, warmup_length
+from engine.run import continue_run, open_run, refuse_hopeless, refuse_once, save_when_due
 from engine.shards import permuted
 
 # data and folders
@@ -86,13 +87,13 @@ threads = 0
 
 # --- Conversations -> ids and weights ---------------------------------------------------------------------------------
 
-def read_file(path, default, config):
+def read_file(path, default, config, setup):
     """The conversations of a file; when it is missing, the command that makes it."""
     path = Path(path or default)
     if not path.exists():
-        refuse(f"{path} does not exist: no conversations to learn from. Make the demonstration's with",
-               f"  {config.command('prepare_chat.py')}",
-               "or give a file of your own: --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl")
+        refuse_once(setup, f"{path} does not exist: no conversations to learn from. Make the demonstration's with",
+                    f"  {config.command('prepare_chat.py')}",
+                    "or give a file of your own: --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl")
     return path, chat.read_conversations(path)
 
 
@@ -116,6 +117,17 @@ def encode(entries, tokenizer, length, overlong):
             continue
         examples.append((np.array(ids, dtype=np.int64), np.array(weights, dtype=np.float32)))
     return examples, counts
+
+
+def tell_losses(path, examples, counts, length, setup):
+    """Says how many conversations were cut or left out, and refuses when nothing is left."""
+    if not examples:
+        refuse_once(setup, f"{path}: no conversation is left to learn from: {counts['too_long']} are longer than "
+                    f"{length} tokens, {counts['without_target']} have no trained token (an assistant's, of weight above 0). "
+                    "Raise max_length, use a model with a longer context, or shorten the conversations.")
+    if any(counts.values()):
+        setup.say(f"note: {path}: {counts['truncated']} conversations cut at {length} tokens, {counts['too_long']} "
+                  f"left out as too long, {counts['without_target']} left out since nothing in them is trained")
 
 
 # --- Order: a pure function of lengths, seed and config ---------------------------------------------------------------
@@ -222,21 +234,19 @@ def check(config, shape, setup):
     if not 0 <= config.dropout < 1:
         problems.append(f"dropout must be in [0, 1), found {config.dropout}")
     if problems:
-        if setup.local_rank:            # every rank finds the same; one of them says it
-            raise SystemExit(2)
-        refuse(*problems)
+        refuse_once(setup, *problems)
 
 
 def main(config):
     # 1. Where we are, the model to tune, and one run per folder.
     setup = parallel.start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
-    run, chat_folder = Path(config.out_dir) / "sft", Path(config.data_dir) / "chat"
-    path, entries = read_file(config.conversations, chat_folder / "conversations_train.jsonl", config)
-    val_path, val_entries = read_file(config.val_conversations, chat_folder / "conversations_val.jsonl", config)
+    chat_folder = Path(config.data_dir) / "chat"
+    path, entries = read_file(config.conversations, chat_folder / "conversations_train.jsonl", config, setup)
+    val_path, val_entries = read_file(config.val_conversations, chat_folder / "conversations_val.jsonl", config, setup)
     source = Path(config.model or Path(config.out_dir) / "pretrain")
     if not config.model and not source.exists():
-        refuse(f"{source} does not exist: no pretrained model to tune. Make it with", f"  {config.command('train.py')}",
-               "or name a model's folder: --model=DIR")
+        refuse_once(setup, f"{source} does not exist: no pretrained model to tune. Make it with",
+                    f"  {config.command('train.py')}", "or name a model's folder: --model=DIR")
     model, tokenizer = load_model(source, attention=config.attention)
     check(config, model.config, setup)
     for layer in model.model.layers:
@@ -247,30 +257,16 @@ def main(config):
     examples, lost = encode(entries, tokenizer, length, config.overlong)
     val_entries = val_entries[::max(1, len(val_entries) // config.eval_conversations)]
     val_examples, val_lost = encode(val_entries, tokenizer, length, config.overlong)
-    for name, kept, counts in ((path, examples, lost), (val_path, val_examples, val_lost)):
-        if any(counts.values()) and kept:
-            setup.say(f"note: {name}: {counts['truncated']} conversations cut at {length} tokens, {counts['too_long']} "
-                      f"left out as too long, {counts['without_target']} left out since nothing in them is trained")
-        if not kept:
-            refuse(f"{name}: no conversation is left to learn from: {counts['too_long']} are longer than {length} "
-                   f"tokens, {counts['without_target']} have no trained token (an assistant's, of weight above 0). "
-                   "Raise max_length, use a model with a longer context, or shorten the conversations.")
+    tell_losses(path, examples, lost, length, setup)
+    tell_losses(val_path, val_examples, val_lost, length, setup)
     if config.show:
         for ids, weights in examples[:config.show]:
             setup.say(chat.coloured(tokenizer, ids.tolist(), weights.tolist()) + "\n")
         parallel.finish(setup)
         return
-    lock = lock_folder(run) if setup.is_main else None
-    if (run / "config.json").exists():
-        changed = changed_keys(read_json(run / "config.json"), config)
-        if changed:
-            refuse(*[f"{run} was begun with {key} = {old!r}, now it is {new!r}" for key, old, new in changed],
-                   "Give the old value to continue that run, or another --out_dir to start a new one.")
-    if (run / "result.json").exists():
-        setup.say(f"{run}: already done; to tune anew, remove the folder or choose another --out_dir")
+    run, lock = open_run(config, "sft", setup)
+    if lock is None:
         return
-    parallel.barrier(setup)             # nobody writes config.json before everybody has compared
-    config.save(run)
 
     # 3. Continue where an earlier call stopped.
     model.to(setup.device).train()
@@ -278,11 +274,7 @@ def main(config):
     optimizer = adamw(model, config.learning_rate, config.weight_decay, (config.beta1, config.beta2))
     modules, optimizers = {"model": model}, {"model": optimizer}
     origin = {"data_hash": sha256_file(path), "tokenizer_hash": tokenizer.hash}
-    state = checkpoint.resume(run, modules, optimizers, setup) or {"step": 0, "in_a_row": 0, **origin}
-    changed = [name for name in origin if state[name] != origin[name]]
-    if changed:
-        refuse(*[f"{run} was begun with {name} {state[name]}, now it is {origin[name]}" for name in changed],
-               "Bring the old one back, or start anew with another --out_dir.")
+    state = continue_run(run, modules, optimizers, origin, setup)
     guard = Guard(config.max_bad_steps, state["in_a_row"])
     model = parallel.wrap(model, setup)
 
@@ -301,19 +293,6 @@ def main(config):
               f"epochs; warm-up {warmup} steps")
     end_id = tokenizer.special("<|end|>")
     monitor = Monitor(run, setup, max_steps, state["step"], label="sft")
-
-    def save(step, kinds):
-        if not all(torch.isfinite(p).all() for p in parallel.bare(model).parameters()):
-            refuse(f"step {step}: weights are no longer finite, so nothing is saved; the checkpoints before are sound. "
-                   "Lower --learning_rate, or look at the steps before this one in log.jsonl.")
-        facts = {"in_a_row": guard.in_a_row, "config_hash": config.hash, **origin}
-        if "light" in kinds:
-            checkpoint.save_light(run, step, model, tokenizer, setup, facts)
-        if "full" in kinds:
-            checkpoint.save_full(run, step, modules, optimizers, facts, setup)
-        if setup.is_main:
-            for kind in kinds:
-                checkpoint.prune(run, kind, config.keep)
 
     # 5. The loop.
     epoch, steps = -1, []
@@ -353,14 +332,10 @@ def main(config):
         if record:
             monitor.log(done, line.strip(), **record)
         if guard.hopeless:
-            refuse(f"step {done}: {guard.in_a_row} steps in a row had a loss or gradient that is not finite, so the "
-                   "run ends. The last good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, or look "
-                   "at the conversations of these steps (log.jsonl has their numbers).")
-        kinds = [kind for kind, every in (("light", config.save_light), ("full", config.save_full))
-                 if last or every and done % every == 0]
-        if kinds:
-            save(done, kinds)
-        if record or kinds:
+            refuse_hopeless(guard, done, "conversations", setup)
+        facts = {"in_a_row": guard.in_a_row, "config_hash": config.hash, **origin}
+        saved = save_when_due(run, done, max_steps, config, modules, optimizers, tokenizer, facts, setup)
+        if record or saved:
             began, began_at, seen, trained = time.perf_counter(), done, 0, 0
         monitor.advance()
 
