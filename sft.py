@@ -123,7 +123,7 @@ def tell_losses(path, examples, counts, length, setup):
     """Says how many conversations were cut or left out, and refuses when nothing is left."""
     if not examples:
         refuse_once(setup, f"{path}: no conversation is left to learn from: {counts['too_long']} are longer than "
-                    f"{length} tokens, {counts['without_target']} have no trained token (an assistant's, of weight above 0). "
+                    f"{length} tokens, {counts['without_target']} have no trained token (of weight above 0). "
                     "Raise max_length, use a model with a longer context, or shorten the conversations.")
     if any(counts.values()):
         setup.say(f"note: {path}: {counts['truncated']} conversations cut at {length} tokens, {counts['too_long']} "
