@@ -18,7 +18,7 @@ Writes out_dir/evaluate.json and prints it as tables:
   repetition  greedy continuations of held-out pages: share of different bigrams, share of texts that end in a loop
   probes      config/probes.jsonl: does the model say what is expected? Once as given, once with the last word of the
               prompt cut in the middle: that makes a token boundary which training never showed.
-  leakage     share of the evaluation's questions and probes that stand in the training shards, by 13-grams
+  leakage     how many of the evaluation's questions, answers and probes stand in the training shards, by 13-grams
 """
 import json
 import lzma
@@ -149,18 +149,20 @@ def grams(text, vocabulary):
 
 
 def leakage(train_documents, texts):
-    """{name: what share of the 13-grams of the list texts[name] stands in the training text, and counts}"""
+    """{name: what share of the 13-grams of the list texts[name] stands in the training text, and how many texts do}
+
+    A text counts as found when one of its 13-grams is; one of fewer words when all of it stands there."""
     vocabulary = {}
-    known = np.unique(np.concatenate([grams(document, vocabulary) for document in train_documents]
-                                     or [np.zeros(0, dtype=np.uint64)]))
+    none = np.zeros(0, dtype=np.uint64)
+    known = np.unique(np.concatenate([none] + [grams(document, vocabulary) for document in train_documents]))
     result = {}
     for name, pieces in texts.items():
-        found = [grams(piece.encode() if isinstance(piece, str) else piece, vocabulary) for piece in pieces]
-        hashes = np.concatenate(found or [np.zeros(0, dtype=np.uint64)])
-        hit = np.isin(hashes, known)
-        pieces_hit = sum(bool(np.isin(one, known).any()) for one in found)
-        result[name] = {"grams": len(hashes), "share": float(hit.mean()) if len(hashes) else None,
-                        "texts": len(pieces), "texts_with_a_hit": pieces_hit}
+        hits = [np.isin(grams(piece, vocabulary), known) for piece in pieces]
+        found = [hit.any() if len(hit) else any(piece in document for document in train_documents)
+                 for piece, hit in zip(pieces, hits)]
+        together = np.concatenate([none.astype(bool)] + hits)
+        result[name] = {"grams": len(together), "share": together.mean() if len(together) else None,
+                        "texts": len(pieces), "texts_found": int(sum(found))}
     return result
 
 
@@ -340,10 +342,9 @@ def print_questions(result):
                              ("format", "share in the grammar", ".2f"), ("stop", "share that end by themselves", ".2f"),
                              ("tokens", "tokens", ".1f")):
         row(label, [f"{scores['remarks'][key]:{form}}  " for scores in models.values()])
-    for name in ("held-out questions", "probes"):
-        leak = result["leakage"][name]
-        print(f"leakage: {leak['texts_with_a_hit']} of {leak['texts']} {name} share a {GRAM}-gram with the training "
-              "shards")
+    leaks = [f"{leak['texts_found']} of {leak['texts']} {name}" for name, leak in result["leakage"].items()
+             if name != "held-out pages"]
+    print(f"in the training shards (a {GRAM}-gram of it, or all of a shorter one): {', '.join(leaks)}")
 
 
 def open_models(config):
@@ -403,9 +404,10 @@ def main(config):
             helper = ThreadPoolExecutor(1)
             xz = config.compare_xz and helper.submit(xz_bits, b"".join(train_documents), b"".join(val_documents))
             result["leakage"] = leakage(train_documents, {
-                "held-out pages": val_documents, "probes": [probe["prompt"] + probe["expected"] for probe in probes],
-                "held-out questions": ["\n".join(message["content"] for message in entry["messages"])
-                                       for entry in questions]})
+                "held-out pages": val_documents,
+                "probes": [(probe["prompt"] + probe["expected"]).encode() for probe in probes],
+                "held-out questions": [entry["messages"][0]["content"].encode() for entry in questions],
+                "held-out answers": [entry["messages"][-1]["content"].encode() for entry in questions]})
         scores = text_scores(token_nats(model, ids, config, setup), ids[1:], tokenizer, known_lines)
         scores["repetition"] = repetition(model, tokenizer, val, config)
         scores["probes"] = probe_scores(model, tokenizer, probes, config)

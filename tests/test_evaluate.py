@@ -73,16 +73,16 @@ def test_xz_alone_and_after_the_training_text():
 def test_leakage_finds_what_was_planted_and_nothing_else():
     words = [f"w{i}" for i in range(1000)]
     train = [" ".join(words[:500]).encode(), " ".join(words[500:]).encode()]
-    found = evaluate.leakage(train, {
+    found = evaluate.leakage(train, {name: [text.encode() for text in texts] for name, texts in {
         "copied": [" ".join(words[100:120])],                        # 20 words: 8 runs of 13, all known
         "half": [" ".join(words[100:113] + ["other"] * 7)],          # 1 of 8
         "across": [" ".join(words[494:507])],                        # 13 words of two documents are no copy of either
-        "short": [" ".join(words[:12])],
-        "other": ["a b c d e f g h i j k l m n o p"]})
-    assert found["copied"] == {"grams": 8, "share": 1.0, "texts": 1, "texts_with_a_hit": 1}
+        "short": [" ".join(words[:12]), "w1 w3"],
+        "other": ["a b c d e f g h i j k l m n o p"]}.items()})
+    assert found["copied"] == {"grams": 8, "share": 1.0, "texts": 1, "texts_found": 1}
     assert found["half"]["share"] == 1 / 8
     assert found["across"]["share"] == 0.0
-    assert found["short"] == {"grams": 0, "share": None, "texts": 1, "texts_with_a_hit": 0}
+    assert found["short"] == {"grams": 0, "share": None, "texts": 2, "texts_found": 1}
     assert found["other"]["share"] == 0.0
 
 
