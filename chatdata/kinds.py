@@ -66,7 +66,7 @@ KINDS = {
         "How many parameters has `{}`?",
         "Count the parameters of `{}`.",
         "Here is `{}`. How many parameters are there?",
-    ), "There are {}.", r"\d+"),
+    ), "Parameters: {}.", r"\d+"),
     "defaults": Kind("reading", True, 0.20, (
         "Which parameters of `{}` have a default?",
         "What may I leave out when I call `{}`?",

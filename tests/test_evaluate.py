@@ -111,14 +111,14 @@ def answer_with(monkeypatch, texts, stopped=True):
 def test_questions_are_scored_by_kind(monkeypatch):
     ask = lambda kind, answer: {"messages": [{"role": "user", "content": "?"},
                                              {"role": "assistant", "content": answer}], "kind": kind}
-    entries = [ask("spell", "a b"), ask("spell", "c d"), ask("count", "There are 2."), ask("remark", "It is clear.")]
-    answer_with(monkeypatch, ["a b", "c x", "There are two.", "It is dull."])
+    entries = [ask("spell", "a b"), ask("spell", "c d"), ask("count", "Parameters: 2."), ask("remark", "It is clear.")]
+    answer_with(monkeypatch, ["a b", "c x", "Parameters: two.", "It is dull."])
     by_kind, together = evaluate.question_scores(None, None, entries, config_of())
     assert by_kind["spell"] == {"n": 2, "exact": 0.5, "format": 1.0, "stop": 1.0}
     assert by_kind["count"] == {"n": 1, "exact": 0.0, "format": 0.0, "stop": 1.0}
     assert by_kind["remark"] == {"n": 1, "exact": None, "format": 1.0, "stop": 1.0}
     assert together == {"n": 4, "format": 0.75, "stop": 1.0, "format_and_stop": 0.75}
-    answer_with(monkeypatch, ["a b", "c x", "There are two.", "It is dull."], stopped=False)
+    answer_with(monkeypatch, ["a b", "c x", "Parameters: two.", "It is dull."], stopped=False)
     assert evaluate.question_scores(None, None, entries, config_of())[1]["format_and_stop"] == 0.0
 
 

@@ -249,7 +249,7 @@ def test_every_answer_follows_its_kinds_format_and_is_right(made):
         "spell": lambda subject, answer: answer.replace(" ", "") == subject,
         "constant": lambda subject, answer: answer == f"`{subject.upper()}`",
         "snake": lambda subject, answer: answer == f"`{subject.replace(' ', '_')}`",
-        "count": lambda subject, answer: answer == f"There are {len(arguments_of(subject))}.",
+        "count": lambda subject, answer: answer == f"Parameters: {len(arguments_of(subject))}.",
         "defaults": lambda subject, answer: answer == f"With a default: {optional(subject)}.",
     }
     for row in lines_of(made, "conversations_val"):
@@ -258,7 +258,7 @@ def test_every_answer_follows_its_kinds_format_and_is_right(made):
 
 
 @pytest.mark.parametrize("kind, answer", [
-    ("spell", "f ill"), ("spell", "f  i"), ("constant", "`wrap`"), ("count", "There are many."),
+    ("spell", "f ill"), ("spell", "f  i"), ("constant", "`wrap`"), ("count", "Parameters: many."),
     ("module", "It is in `os`."), ("snake", "wrap_text"), ("what", "fills a text."), ("remark", "Nice.")])
 def test_formats_refuse(kind, answer):
     assert not kinds.KINDS[kind].follows_format(answer)
