@@ -19,8 +19,8 @@ Inputs are WARC (also .gz, .zst), WET, JSON lines with a "text", and text files.
 
 Written in data_dir: docs/*.jsonl.zst, audit.json (what became of every page, and why), tokens/, and work/, which holds
 each input file's cleaned pages, so that a changed input or a kill costs only the files that it touched; work/ may be
-deleted. Every result carries the hash of all that it was made from: inputs, configuration, program, tokenizer. Called again, the
-script redoes exactly what no longer fits, and says so.
+deleted. Every result carries the hash of all that it was made from: inputs, configuration, program, tokenizer. Called again,
+the script redoes exactly what no longer fits, and says so.
 """
 
 import concurrent.futures
@@ -28,13 +28,13 @@ import glob
 import hashlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import sys
 import time
 from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
-from urllib.parse import urldefrag
 
 import numpy as np
 import zstandard
@@ -46,12 +46,11 @@ from engine.shards import ShardWriter, publish, read_documents, read_jsonl_zst, 
 from engine.tokenizer import Tokenizer
 from prepare.audit import add, empty_audit, finished, measure, tally, waterfall
 from prepare.corpus import build_corpus
-from prepare.dedup import NGRAM, MinHash, representatives, text_hash
+from prepare.dedup import NGRAM, MinHash, candidate_probability, representatives, text_hash
 from prepare.filters import FILTERS, RULES
 from prepare.warc import read_pages
 
 data_dir = "data/demo"            # everything is written in here
-seed = 1337                       # of the MinHash functions
 inputs: tuple[str] = ()           # files, folders or globs
 corpus = ""                       # "pydoc": make an archive of Python's documentation in data_dir/input, and read it too
 corpus_modules = 0                # how many modules of it; 0 for all
@@ -61,13 +60,14 @@ languages: tuple[str] = ("en",)   # kept; () for all
 language_threshold = 0.995        # py3langid's probability; languages it is less sure of are dropped
 max_replacement = 0.01            # share of characters that could not be decoded
 min_chars = 200                   # length of a document
-max_chars = 1_000_000
+max_chars = 1_000_000             # longer ones are mostly tables and logs
 min_entropy = 3.2                 # bits per character: stops "aaaa"; no measure of quality
 min_ascii = 0.30                  # share of ASCII characters
 rules: tuple[str] = ()            # also gopher_quality, gopher_repetition, c4, fineweb: made for prose, see filters.py
 minhash_threshold = 0.85          # resemblance from which a page is a near-duplicate; 0: exact duplicates only
-minhash_bands = 16
-minhash_rows = 8                  # of each band: 16 x 8 = 128 hash functions
+minhash_bands = 16                # more bands: more pairs are compared
+minhash_rows = 8                  # in each band; bands x rows = 128 hash functions
+minhash_seed = 1                  # not the run's seed: another seed of training has the same data
 val_fraction = 0.05               # of pages, by a hash of the URL
 val_pinned: tuple[str] = ()       # URLs held out in any case; * matches anything
 shard_tokens = 100_000_000        # in each file of tokens/
@@ -77,8 +77,9 @@ workers = 1                       # processes; the result does not depend on it
 DOCS_PER_FILE = 20_000
 TEXTS_AT_ONCE = 64                # given to the tokenizer together
 # What the cleaned pages of an input file depend on, besides the file and the program.
-CLEAN_KEYS = ("seed", "max_decompressed", "main_content", "languages", "language_threshold", "max_replacement", "min_chars",
-              "max_chars", "min_entropy", "min_ascii", "rules", "minhash_bands", "minhash_rows", "val_pinned")
+CLEAN_KEYS = ("max_decompressed", "main_content", "languages", "language_threshold", "max_replacement", "min_chars",
+              "max_chars", "min_entropy", "min_ascii", "rules", "minhash_bands", "minhash_rows", "minhash_seed",
+              "val_pinned")
 DOCS_KEYS = (*CLEAN_KEYS, "minhash_threshold", "val_fraction")
 
 
@@ -97,8 +98,16 @@ def program_hash():
 
 
 def progress(items, total, label):
-    """The items, with a bar on a terminal and nothing otherwise (each step prints a line at its end anyway)."""
-    return tqdm(items, total=total, desc=label, disable=not sys.stderr.isatty(), leave=False)
+    """The items, with a bar on a terminal and a plain line every half minute otherwise."""
+    if sys.stderr.isatty():
+        yield from tqdm(items, total=total, desc=label, leave=False)
+        return
+    start = last = time.perf_counter()
+    for number, item in enumerate(items):
+        yield item
+        if time.perf_counter() - last > 30:
+            last = time.perf_counter()
+            print(f"{label}: {number + 1:,}{f' of {total:,}' if total else ''} in {last - start:.0f} s", flush=True)
 
 
 class Clock:
@@ -135,21 +144,26 @@ class DocumentFile:
 # --------------------------------------------------------------------------------------------------------------------
 # Clean one input file
 
-def clean_file(path, target, settings):
+def clean_file(path, target, settings, alone=True):
     """Read one input file, run its pages through the filters, and leave three files that begin with `target`.
 
     .jsonl.zst has the documents, .npz what deduplication and the split need of them, .json the counts; the last one
-    makes the others valid. Runs in a worker process; returns the counts.
+    makes the others valid. Runs in a worker process unless `alone`.
     """
     steps = [*FILTERS, *(RULES[name] for name in settings["rules"])]
     audit, losses = empty_audit([step.__name__ for step in steps]), Counter()
-    minhash = MinHash(settings["minhash_bands"], settings["minhash_rows"], settings["seed"])
+    minhash = MinHash(settings["minhash_bands"], settings["minhash_rows"], settings["minhash_seed"])
     hashes, signatures, places = [], [], []
     documents = DocumentFile(f"{target}.jsonl.zst")
-    for page in read_pages(path, losses, settings["max_decompressed"]):
+    pages = read_pages(path, losses, settings["max_decompressed"])
+    for page in progress(pages, None, f"cleaning {Path(path).name}") if alone else pages:
         page["measures"] = {}
-        if not passes(page, steps, settings, audit):
-            continue
+        try:
+            if not passes(page, steps, settings, audit):
+                continue
+        except Exception as error:
+            error.add_note(f"while cleaning {page['url'] or page['id']} of {path}")
+            raise
         text = page["text"]
         documents.add({"id": page["id"], "url": page["url"], "text": text, "length": len(text), "date": page["date"],
                        "language": page["language"], "language_score": round(page["language_score"], 6),
@@ -165,9 +179,8 @@ def clean_file(path, target, settings):
     # Whole: nothing of the file was lost on the way. A truncated file is never reported as clean.
     harmless = ("records", "other_records", "warc_truncated_header")
     whole = not any(count for name, count in losses.items() if name not in harmless)
-    counts = {"documents": documents.documents, "losses": dict(sorted(losses.items())), "whole": whole, "audit": audit}
-    write_json(f"{target}.json", counts)
-    return counts
+    write_json(f"{target}.json", {"documents": documents.documents, "losses": dict(sorted(losses.items())),
+                                  "whole": whole, "audit": audit})
 
 
 def passes(page, steps, settings, audit):
@@ -212,7 +225,7 @@ def place(page, pinned):
     It depends on the URL alone, so a page keeps its side when other pages come and go, and all versions of a page are on
     the same one. Pages without a URL (JSON lines, text files) go by their text.
     """
-    url = urldefrag(page["url"]).url
+    url = page["url"].partition("#")[0]
     if any(fnmatchcase(url, pattern) for pattern in pinned):
         return 0.0
     key = hashlib.blake2b((url or page["text"]).encode("utf-8"), digest_size=7).digest()      # 56 bits: exact in a float
@@ -233,21 +246,20 @@ def clean_inputs(paths, config, work, program, clock):
     todo = list({target: (path, target) for path, target in todo}.values())
     if len(paths) > len(todo):
         print(f"cleaned before and unchanged: {len(paths) - len(todo)} of {len(paths)} input files")
-    try:
-        if config.workers > 1 and len(todo) > 1:
-            # Not multiprocessing.Pool, which waits for ever for a worker that the system has killed.
-            with concurrent.futures.ProcessPoolExecutor(config.workers) as pool:
-                jobs = {pool.submit(clean_file, path, target, settings): path for path, target in todo}
-                for job in progress(concurrent.futures.as_completed(jobs), len(jobs), "cleaning"):
+    if config.workers > 1 and len(todo) > 1:
+        # Not multiprocessing.Pool, which waits for ever for a worker that the system has killed.
+        spawn = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(config.workers, spawn) as pool:
+            jobs = [pool.submit(clean_file, path, target, settings, False) for path, target in todo]
+            try:
+                for job in progress(concurrent.futures.as_completed(jobs), len(jobs), "cleaning files"):
                     job.result()
-        else:
-            for path, target in progress(todo, len(todo), "cleaning"):
-                clean_file(path, target, settings)
-    except OSError as error:
-        refuse(f"cleaning stopped: {error}. What was finished before is kept; run the same command again.")
-    except concurrent.futures.BrokenExecutor:
-        refuse("a worker process died (out of memory?) while cleaning. What was finished before is kept; run the same "
-               "command again, with --workers=1 to see which file it is.")
+            except concurrent.futures.BrokenExecutor:
+                refuse("a worker process died while cleaning, perhaps for want of memory. What was finished is kept; run "
+                       "the same command again, with --workers=1 to see at which file it happens.")
+    else:
+        for path, target in todo:
+            clean_file(path, target, settings)
     done = [(target, read_json(target.with_suffix(".json"))) for target in targets]
     clock.say(f"cleaned {len(todo)} of {len(paths)} input files: {sum(c['documents'] for _, c in done):,} documents left")
     return done
@@ -357,12 +369,16 @@ def write_tokens(config, tokenizer, key, audit, clock):
         flush()
         splits[split] = writer.close() | {"text_bytes": text_bytes}
     write_index(folder, tokenizer, splits, key=key, config_hash=config.hash, source_hash=audit["source_hash"])
-    names = [file["name"] for entry in splits.values() for file in [*entry["files"], entry["offsets"]]]
-    remove_others(folder, "*.bin*", names)
     for split, entry in splits.items():
         rate = entry["text_bytes"] / max(1, entry["n_tokens"] - 2 * entry["n_docs"])
         clock.say(f"tokens/{split}: {entry['n_tokens']:,} tokens of {entry['n_docs']:,} documents in "
                   f"{len(entry['files'])} files, {rate:.2f} bytes per token")
+    return read_json(folder / "index.json")
+
+
+def token_files(index):
+    return [{"file": f"tokens/{file['name']}", "sha256": file["sha256"]}
+            for entry in index["splits"].values() for file in [*entry["files"], entry["offsets"]]]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -406,6 +422,14 @@ def intact(root, entry):
     return path.exists() and sha256_file(path) == entry["sha256"]
 
 
+def minhash_of(config):
+    """What the audit says about near-duplicates: how sure a pair is to be noticed at each resemblance."""
+    curve = {resemblance: round(candidate_probability(resemblance, config.minhash_bands, config.minhash_rows), 4)
+             for resemblance in (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)}
+    return {"word_ngram": NGRAM, "bands": config.minhash_bands, "rows": config.minhash_rows,
+            "threshold": config.minhash_threshold, "compared": curve}
+
+
 def report(audit):
     """Print what was lost in reading, the waterfall, and what is left of each split."""
     for item in audit["inputs"]:
@@ -436,7 +460,16 @@ def refuse_empty(audit):
 def main(config):
     check_config(config)
     root = Path(config.data_dir)
-    lock = lock_folder(root)
+    with lock_folder(root):
+        try:
+            prepare(config, root)
+        except OSError as error:                     # a full disk, a folder that may not be written to
+            for half in root.rglob("*.tmp"):
+                half.unlink(missing_ok=True)
+            refuse(f"cannot go on in {root}: {error}. What was finished is kept; run the same command again.")
+
+
+def prepare(config, root):
     clock, program = Clock(), program_hash()
 
     # 1. What to read. The embedded corpus becomes an input file like any other.
@@ -447,14 +480,15 @@ def main(config):
         clock.say(f"{'made' if made else 'unchanged:'} {archive}: {corpus['pages']} pages of documentation, "
                   f"{corpus['html_bytes'] / 1e6:.1f} MB of HTML, {sum(corpus['planted'].values())} planted pages")
         if made:
-            failed = {module: reason for module, reason in corpus["skipped"].items() if ": " in reason}
-            print("modules that cannot be imported here: " + ", ".join(sorted(failed)) if failed else "", flush=True)
+            failed = sorted(module for module, reason in corpus["skipped"].items() if ": " in reason)
+            print("modules that cannot be imported here: " + (", ".join(failed) or "none"), flush=True)
 
     # 2. Clean each input file by itself.
     done = clean_inputs(paths, config, root / "work", program, clock)
-    source_hash = digest([target.name for target, _ in done])
+    remove_others(root / "work", "*", [target.name + end for target, _ in done for end in (".jsonl.zst", ".npz", ".json")])
 
     # 3. Deduplicate over all of them, split by page, write documents and audit.
+    source_hash = digest([target.name for target, _ in done])
     key = digest(source_hash, {name: getattr(config, name) for name in DOCS_KEYS}, program)
     audit_file = root / "audit.json"
     audit = read_json(audit_file) if audit_file.exists() else {}
@@ -470,28 +504,27 @@ def main(config):
                  "inputs": [{"file": path.name, "part": target.name, "documents": part["documents"],
                              "whole": part["whole"], "losses": part["losses"]}
                             for path, (target, part) in zip(paths, done)],
-                 **finished(counts, dict(config.items())), "documents": documents}
+                 **finished(counts, dict(config.items())), "minhash": minhash_of(config), "documents": documents}
         clock.say("deduplicated and written")
         report(audit)
         if not documents:
             refuse_empty(audit)
         write_json(audit_file, audit)
-        remove_others(root / "docs", "*.jsonl.zst*", [Path(entry["file"]).name for entry in documents])
-        remove_others(root / "work", "*", [target.name + suffix for target, _ in done
-                                           for suffix in (".jsonl.zst", ".npz", ".json")])
+    remove_others(root / "docs", "*.jsonl.zst*", [Path(entry["file"]).name for entry in audit["documents"]])
 
     # 4. Token shards, once there is a tokenizer.
-    if not (root / "tokenizer").exists():
+    if not (root / "tokenizer" / "tokenizer.json").exists():
         print(f"next: {config.command('train_tokenizer.py')}\nthen: {config.command('prepare_data.py')}")
         return
     tokenizer = Tokenizer.load(root / "tokenizer")
     tokens_key = digest(key, [entry["sha256"] for entry in audit["documents"]], tokenizer.hash, config.shard_tokens)
     index_file = root / "tokens" / "index.json"
-    if index_file.exists() and read_json(index_file).get("key") == tokens_key:
+    index = read_json(index_file) if index_file.exists() else {}
+    if index.get("key") == tokens_key and all(intact(root, entry) for entry in token_files(index)):
         print("tokens: done before and unchanged")
     else:
-        write_tokens(config, tokenizer, tokens_key, audit, clock)
-    lock.close()
+        index = write_tokens(config, tokenizer, tokens_key, audit, clock)
+    remove_others(root / "tokens", "*.bin*", [Path(entry["file"]).name for entry in token_files(index)])
 
 
 if __name__ == "__main__":

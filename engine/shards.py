@@ -80,12 +80,13 @@ class ShardWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, ids):
-        """Append one document, BOS and EOS already in it. Raises ValueError for an id outside the vocabulary."""
+        """Append one document, BOS and EOS already in it. Refuses an id outside the vocabulary."""
         ids = np.asarray(ids, dtype=np.int64)
         if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
             # Never wrapped: 70,000 stored as uint16 would come back as the innocent-looking 4,464.
-            raise ValueError(f"token id {int(ids.max() if ids.max() >= self.vocab_size else ids.min())} in document "
-                             f"{len(self.offsets) - 1} of {self.split}: the vocabulary has ids 0 to {self.vocab_size - 1}")
+            wrong = int(ids.max() if ids.max() >= self.vocab_size else ids.min())
+            refuse(f"token id {wrong} in document {len(self.offsets) - 1} of {self.split}: "
+                   f"the vocabulary has the ids 0 to {self.vocab_size - 1}")
         self.offsets.append(self.offsets[-1] + len(ids))
         ids = ids.astype(self.dtype)
         while len(ids):

@@ -6,7 +6,7 @@ the order or on the number of workers.
 
 import hashlib
 import heapq
-from urllib.parse import urlsplit
+import re
 
 import numpy as np
 
@@ -33,9 +33,10 @@ def tally(counts, page, size, detail=""):
     counts.setdefault("documents", 0)
     counts["documents"] += 1
     counts["bytes"] = counts.get("bytes", 0) + size
-    host = urlsplit(page["url"]).hostname if page["url"].startswith(("http://", "https://")) else None
+    host = re.match(r"https?://(?:[^/@]*@)?([^/:?#]+)", page["url"])     # urlsplit raises for some that occur
+    host = host.group(1).lower() if host else "(none)"
     hosts = counts.setdefault("hosts", {})
-    hosts[host or "(none)"] = hosts.get(host or "(none)", 0) + 1
+    hosts[host] = hosts.get(host, 0) + 1
     start = page.get("text") or page.get("body", b"")[:400].decode("utf-8", "replace")
     example = {"url": page["url"] or page["id"], "detail": detail, "start": printable(start[:200])[:120]}
     counts["examples"] = smallest([*counts.get("examples", []), example])

@@ -19,6 +19,7 @@ import numpy as np
 
 NGRAM = 5
 WORD = re.compile(r"\w+")
+ACCENTS = re.compile("[\u0300-\u036f]")
 SHINGLES_AT_ONCE = 4096       # bounds memory: a book of a million words times 128 hashes would be half a gigabyte
 MIX = np.uint64(0x9E3779B97F4A7C15)
 
@@ -30,8 +31,9 @@ def text_hash(text):
 
 def words_of(text):
     """Words as they count for resemblance: no case, accents or punctuation, every digit a 0."""
-    text = unicodedata.normalize("NFKD", text.lower())
-    text = "".join(character for character in text if not unicodedata.combining(character))
+    text = text.lower()
+    if not text.isascii():
+        text = ACCENTS.sub("", unicodedata.normalize("NFKD", text))
     return WORD.findall(re.sub(r"\d", "0", text))
 
 
@@ -85,8 +87,10 @@ class MinHash:
             np.minimum(lowest, (piece * self.a + self.b).min(axis=0), out=lowest)
         return lowest
 
-    def candidate_probability(self, resemblance):
-        return 1 - (1 - resemblance ** self.rows) ** self.bands
+
+def candidate_probability(resemblance, bands, rows):
+    """The share of pairs of this resemblance that agree in at least one whole band and so get compared."""
+    return 1 - (1 - resemblance ** rows) ** bands
 
 
 def buckets(signatures, bands):

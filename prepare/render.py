@@ -74,7 +74,7 @@ def local_paths():
               (os.path.dirname(os.path.abspath(__file__)), "/prepare"), (sys.executable, "/usr/bin/python")]
     places += [(getattr(sys, name), "/usr") for name in ("prefix", "base_prefix", "exec_prefix", "base_exec_prefix")]
     places += [(os.path.realpath(path), place) for path, place in places]
-    places += [(os.getcwd(), "/tmp")]
+    places += [(os.getcwd(), "/tmp"), (os.path.expanduser("~"), "/home/user")]
     return sorted({(path, place) for path, place in places if path and len(path) > 4}, key=lambda p: (-len(p[0]), p))
 
 
@@ -82,7 +82,7 @@ def scrub(html, paths):
     """Take out what differs from run to run or tells about this machine: object addresses and local paths."""
     html = re.sub(r"\b(at|handle)( |&nbsp;)(0x)?[0-9a-fA-F]{6,16}\b", r"\1\g<2>0x...", html)
     for path, place in paths:
-        html = html.replace(path, place)
+        html = re.sub(re.escape(path) + r"(?![\w.-])", place, html)
     return html
 
 

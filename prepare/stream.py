@@ -37,12 +37,12 @@ def chunks(path, losses, max_decompressed):
         else:
             source = iter(lambda: file.read(CHUNK), b"")
         for piece in source:
-            total += len(piece)
-            if total > max_decompressed:
+            if total + len(piece) > max_decompressed:
                 losses["over_cap"] += 1
+                yield piece[:max_decompressed - total]
                 return
-            if piece:
-                yield piece
+            total += len(piece)
+            yield piece
 
 
 def _gunzip(file, losses):
@@ -82,6 +82,7 @@ def _gunzip(file, losses):
                 losses["bad_gzip"] += 1
                 healthy = False
             raw = _next_member(tried, file, start=1)
+            yield b"\r\n\r\n"                        # so that the next record begins on a line of its own
 
 
 def _next_member(raw, file, start):

@@ -31,7 +31,8 @@ def read_pages(path, losses, max_decompressed=1 << 40):
     name = Path(path).name.lower().removesuffix(".gz").removesuffix(".zst")
     start = window.peek(LINE_LIMIT)
     if not start:
-        losses["empty_file"] += 1
+        if not losses:                              # unless something was there that could not be unpacked
+            losses["empty_file"] = 1
     elif start.startswith(b"WARC/") or name.endswith(WARC_NAMES):
         yield from warc_pages(window, losses)
     elif name.endswith(JSONL_NAMES) or start.lstrip().startswith(b"{"):
@@ -200,17 +201,19 @@ def unpack(body, encoding):
     """{"body": ...} decompressed as `encoding` says, or {"drop": reason}. The header lies often: believe the bytes."""
     encoding = encoding.strip()
     if body.startswith(GZIP) and (not encoding or "gzip" in encoding):
-        unpacker = zlib.decompressobj(wbits=31)
-    elif encoding == "deflate" and body[:1] in (b"\x78", b"\x58", b"\x48"):
-        unpacker = zlib.decompressobj()
-    elif encoding in ("br", "zstd", "compress"):
-        return {"drop": "content_encoding"}
+        attempts = (31,)
+    elif encoding == "deflate":
+        attempts = (15, -15)                                            # as the standard says, or as many servers do it
     else:
-        return {"body": body}
-    try:
-        return {"body": unpacker.decompress(body, RECORD_LIMIT)}
-    except zlib.error:
-        return {"drop": "content_encoding"}
+        return {"drop": "content_encoding"} if encoding in ("br", "zstd", "compress") else {"body": body}
+    for wbits in attempts:
+        unpacker = zlib.decompressobj(wbits)
+        try:
+            whole = unpacker.decompress(body, RECORD_LIMIT)
+        except zlib.error:
+            continue
+        return {"drop": "body_too_large"} if unpacker.unconsumed_tail else {"body": whole}
+    return {"body": body} if encoding == "deflate" else {"drop": "content_encoding"}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -230,8 +233,8 @@ def json_pages(window, losses, source):
         page = {"url": "", "id": f"{source}:{number}", "date": "", "kind": "text", "body": line}
         if len(line) >= RECORD_LIMIT and not line.endswith(b"\n"):
             while line and not line.endswith(b"\n"):
-                line = window.line(RECORD_LIMIT)
-            yield page | {"drop": "json_too_long"}
+                line = window.line(LINE_LIMIT)
+            yield page | {"drop": "json_too_long", "body": page["body"][:1000]}
             continue
         line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
         if line.strip():
@@ -251,10 +254,10 @@ def json_page(line):
     if not isinstance(text, str):
         return {"drop": "json_no_text"}
     page = {"text": text, "url": item.get("url", ""), "date": item.get("date", item.get("date_download", ""))}
-    page = {key: value if isinstance(value, str) else "" for key, value in page.items()}
     if isinstance(item.get("id"), (str, int)):
         page["id"] = str(item["id"])
-    return page
+    # Half of a surrogate pair is valid JSON ("\\ud83d") but no text: nothing could be written with it.
+    return {key: value.encode("utf-8", "replace").decode() if isinstance(value, str) else "" for key, value in page.items()}
 
 
 def text_pages(window, losses, path):

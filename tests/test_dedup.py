@@ -1,0 +1,144 @@
+"""Near-duplicates: the hashing is right, every cluster keeps exactly one member, and nothing unlike is lost."""
+
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from prepare.dedup import (MinHash, candidate_probability, fmix32, representatives, shingles, text_hash, words_of)
+
+BANDS, ROWS, THRESHOLD = 16, 8, 0.85
+
+
+def kept_of(texts, threshold=THRESHOLD):
+    minhash = MinHash(BANDS, ROWS, 1)
+    chosen, resemblance = representatives(np.array([minhash.signature(text) for text in texts]), BANDS, threshold)
+    return chosen.tolist(), resemblance
+
+
+def word(draw):
+    return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=6))          # no digits: those all count as the same
+
+
+def text_of(seed, words=400):
+    draw = random.Random(seed)
+    return " ".join(word(draw) for _ in range(words))
+
+
+def with_changes(text, count, seed=0):
+    """`count` words replaced, evenly spread: about 5 * count 5-grams differ on each side."""
+    words, draw = text.split(), random.Random(f"changes {seed}")
+    for i in range(count):
+        words[(2 * i + 1) * len(words) // (2 * count)] = word(draw)
+    return " ".join(words)
+
+
+def jaccard(a, b):
+    a, b = ({tuple(words[i:i + 5]) for i in range(len(words) - 4)} for words in (words_of(a), words_of(b)))
+    return len(a & b) / len(a | b)
+
+
+def test_r30_clusters_keep_one_unique_ones_stay_and_short_ones_are_not_merged():
+    base = text_of(1)
+    texts = [base, base, base, with_changes(base, 2), with_changes(base, 3, 1),
+             *(text_of(seed) for seed in range(10, 15)), "", "two words", "other words", "two words", "!", "?", "a b c d"]
+    chosen, _ = kept_of(texts)
+    assert chosen[:5] == [0] * 5
+    assert chosen[5:10] == [5, 6, 7, 8, 9]
+    assert chosen[10:] == [10, 11, 12, 11, 14, 15, 16]
+
+
+def test_what_is_dropped_resembles_one_that_is_kept():
+    """A chain A~B~C~...: transitive closure would leave one. Each dropped text is near its own representative."""
+    texts, draw = [text_of(1, 500)], random.Random(0)
+    for step in range(20):
+        words = texts[-1].split()
+        for i in range(4):
+            words[(step * 23 + i * 110) % 500] = word(draw)
+        texts.append(" ".join(words))
+    assert jaccard(texts[0], texts[1]) > 0.9 and jaccard(texts[0], texts[-1]) < 0.4
+    chosen, resemblance = kept_of(texts)
+    assert 3 <= len(set(chosen)) < len(texts)
+    for number, representative in enumerate(chosen):
+        assert chosen[representative] == representative                       # it is itself kept
+        assert representative <= number                                       # and came first
+        if number != representative:
+            assert resemblance[number] >= THRESHOLD and jaccard(texts[number], texts[representative]) > THRESHOLD - 0.1
+
+
+def test_pages_of_one_template_are_not_duplicates():
+    """Pairs at 0.6 land in a common bucket one time in four; without the check most of these pages would be lost."""
+    template = text_of(2, 300)
+    texts = [template + " " + text_of(100 + number, 90) for number in range(40)]
+    assert 0.55 < jaccard(texts[0], texts[1]) < 0.7
+    assert len(set(kept_of(texts)[0])) == 40
+
+
+def test_the_signature_estimates_the_resemblance():
+    base = text_of(3, 2000)
+    minhash = MinHash(128, 8, 5)                                              # 1024 functions: standard error 0.015
+    for changes in (5, 20, 60, 150):
+        other = with_changes(base, changes)
+        estimate = (minhash.signature(base) == minhash.signature(other)).mean()
+        assert abs(estimate - jaccard(base, other)) < 0.06
+    assert (minhash.signature(base) == minhash.signature(text_of(4, 2000))).mean() < 0.02
+
+
+def test_pairs_at_the_threshold_are_found():
+    assert candidate_probability(0.85, 16, 8) == pytest.approx(0.994, abs=1e-3)
+    assert candidate_probability(0.6, 16, 8) == pytest.approx(0.237, abs=1e-3)
+    found = 0
+    for seed in range(60):
+        base = text_of(1000 + seed)
+        other = with_changes(base, 4, seed)                                   # about 0.905
+        found += kept_of([base, other])[0] == [0, 0]
+    assert found >= 54
+
+
+def test_the_family_is_affine_and_its_mixer_a_bijection():
+    x = np.arange(1 << 16, dtype=np.uint32) * np.uint32(65537)
+    assert len(np.unique(fmix32(x))) == len(x)
+    assert [int(v) for v in fmix32(np.array([0, 1, 2], dtype=np.uint32))] == [0, 0x514E28B7, 0x30F4C306]    # MurmurHash3
+    minhash = MinHash(2, 3, 9)
+    text = text_of(5, 40)
+    for place, (a, b) in enumerate(zip(minhash.a.tolist(), minhash.b.tolist())):
+        assert a % 2 == 1
+        values = [(a * h + b) % 2 ** 32 for h in fmix32(shingles(text)).tolist()]
+        assert minhash.signature(text)[place] == min(values)
+
+
+def test_long_texts_are_hashed_in_pieces_to_the_same_result(monkeypatch):
+    text, minhash = text_of(6, 3000), MinHash(BANDS, ROWS, 1)
+    whole = minhash.signature(text)
+    monkeypatch.setattr("prepare.dedup.SHINGLES_AT_ONCE", 7)
+    assert np.array_equal(minhash.signature(text), whole)
+
+
+def test_resemblance_ignores_case_accents_punctuation_and_digits():
+    assert words_of("Café, no. 12 —\n  WHILE x_1") == ["cafe", "no", "00", "while", "x_0"]
+    assert np.array_equal(shingles("A b, c (d) é 17!"), shingles("a B c d e 23"))
+    assert text_hash("a") != text_hash("A")
+
+
+@pytest.mark.parametrize("copies", [2, 3, 50])
+def test_d28_of_identical_documents_the_first_survives(copies):
+    assert kept_of([text_of(7), *[text_of(8)] * copies, text_of(9)])[0] == [0, *[1] * copies, copies + 1]
+
+
+def test_d28_signatures_do_not_depend_on_the_process():
+    program = ("import sys; sys.path.insert(0, sys.argv[1]); from prepare.dedup import MinHash;"
+               "print(MinHash(16, 8, 1).signature('a text of some few words, the same for all').tolist())")
+    root = str(__import__("pathlib").Path(__file__).resolve().parent.parent)
+    outputs = {subprocess.run([sys.executable, "-c", program, root], env={"PYTHONHASHSEED": seed}, capture_output=True,
+                              text=True, check=True).stdout for seed in ("0", "1", "2")}
+    assert len(outputs) == 1
+
+
+def test_thousands_of_copies_take_no_quadratic_time():
+    import time
+    signature = MinHash(BANDS, ROWS, 1).signature(text_of(1))
+    start = time.perf_counter()
+    chosen, _ = representatives(np.tile(signature, (20_000, 1)), BANDS, THRESHOLD)
+    assert set(chosen.tolist()) == {0} and time.perf_counter() - start < 10

@@ -1,0 +1,366 @@
+"""The archive reader on damaged, odd and hostile input: nothing crashes, everything readable is read, every loss is counted."""
+
+import gzip
+import json
+import time
+import tracemalloc
+import zlib
+from collections import Counter
+
+import pytest
+import zstandard
+
+from archives import html, http, members, record, response
+from prepare import warc
+from prepare.warc import read_pages
+
+
+def read(path, **options):
+    losses = Counter()
+    return list(read_pages(path, losses, **options)), losses
+
+
+def read_bytes(folder, data, name="x.warc", **options):
+    path = folder / name
+    path.write_bytes(data)
+    return read(path, **options)
+
+
+def urls(pages):
+    return [page["url"][-1] for page in pages]
+
+
+def three(second, **options):
+    """Three records, the second one as given."""
+    return [response(html("one"), "http://a.example/1"), second, response(html("three"), "http://a.example/3")]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Containers
+
+@pytest.mark.parametrize("pack", [
+    bytes, gzip.compress, lambda data: zstandard.compress(data),
+    lambda data: members(three(response(html("two"), "http://a.example/2"))),
+    lambda data: members(three(response(html("two"), "http://a.example/2"))) + b"\0" * 70_000,       # tapes pad with zeros
+], ids=["plain", "one member", "zstd", "a member a record", "zero padding"])
+def test_the_container_is_told_by_its_bytes_whatever_the_name(tmp_path, pack):
+    data = b"".join(three(response(html("two"), "http://a.example/2")))
+    for name in ("x.warc", "x.warc.gz", "x.warc.zst"):
+        pages, losses = read_bytes(tmp_path, pack(data), name)
+        assert urls(pages) == ["1", "2", "3"]
+        assert losses == {"records": 3}
+
+
+def test_d17_all_frames_of_a_zstd_file_are_read(tmp_path):
+    lines = [json.dumps({"text": f"line {i}"}).encode() + b"\n" for i in range(4)]
+    data = zstandard.compress(b"".join(lines[:2])) + zstandard.compress(b"".join(lines[2:]))
+    pages, losses = read_bytes(tmp_path, data, "x.jsonl.zst")
+    assert [page["text"] for page in pages] == [f"line {i}" for i in range(4)] and not losses
+
+
+def test_d3_a_cut_off_gzip_keeps_what_stands_before_the_cut_and_is_marked(tmp_path):
+    data = members(three(response(b"<p>" + bytes(range(32, 127)) * 3000, "http://a.example/2")))
+    start = time.perf_counter()
+    for cut in range(2, len(data) - 1, 97):
+        pages, losses = read_bytes(tmp_path, data[:cut], "x.warc.gz")
+        assert urls(pages) == ["1", "2", "3"][:len(pages)]
+        # A cut exactly between two members cannot be seen; none of these is one.
+        assert losses["truncated"] == 1
+    assert time.perf_counter() - start < 20
+
+
+def test_a_cut_off_zstd_and_a_cut_off_plain_file_are_marked_too(tmp_path):
+    data = b"".join(three(response(html("two"), "http://a.example/2")))
+    pages, losses = read_bytes(tmp_path, zstandard.compress(data)[:-9], "x.warc.zst")
+    assert losses["truncated"] == 1
+    pages, losses = read_bytes(tmp_path, data[:-30])
+    assert urls(pages) == ["1", "2"] and losses["truncated"] == 1 and losses["skipped_bytes"] > 0
+
+
+@pytest.mark.parametrize("where", ["head", "middle", "checksum", "magic"])
+def test_a_damaged_gzip_member_costs_its_record_only(tmp_path, where):
+    parts = [bytearray(members([part])) for part in three(response(html("two " * 500), "http://a.example/2"))]
+    place = {"head": 12, "middle": len(parts[1]) // 2, "checksum": -6, "magic": 0}[where]
+    parts[1][place] ^= 0x55
+    pages, losses = read_bytes(tmp_path, b"".join(parts), "x.warc.gz")
+    assert urls(pages) == ["1", "3"] and losses["bad_gzip"] == 1
+
+
+def test_garbage_behind_the_last_member(tmp_path):
+    pages, losses = read_bytes(tmp_path, members(three(response(html("two"), "http://a.example/2"))) + b"garbage" * 9, "x.gz")
+    assert urls(pages) == ["1", "2", "3"] and losses["bad_gzip"] == 1
+
+
+def test_decompression_stops_at_the_cap(tmp_path):
+    bombs = [pack(b"a" * 200_000_000) for pack in (gzip.compress, zstandard.compress)]
+    tracemalloc.start()
+    pages, losses = read_bytes(tmp_path, bombs[0], "x.txt.gz", max_decompressed=5_000_000)
+    assert losses["over_cap"] == 1
+    pages, losses = read_bytes(tmp_path, bombs[1], "x.jsonl.zst", max_decompressed=5_000_000)
+    assert losses["over_cap"] == 1 and "text" not in pages[0]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000_000
+
+
+def test_a_bomb_inside_a_response_is_dropped(tmp_path, monkeypatch):
+    monkeypatch.setattr(warc, "RECORD_LIMIT", 1_000_000)
+    body = gzip.compress(b"a" * 3_000_000)
+    pages, _ = read_bytes(tmp_path, response(body, headers=("Content-Type: text/html", "Content-Encoding: gzip")))
+    assert pages[0]["drop"] == "body_too_large"
+
+
+def test_zstd_with_its_dictionary_inside_is_not_read_as_something_else(tmp_path):
+    frame = b"\x5d\x2a\x4d\x18" + (8).to_bytes(4, "little") + b"12345678"
+    pages, losses = read_bytes(tmp_path, frame + zstandard.compress(b"WARC/1.0"), "x.warc.zst")
+    assert not pages and losses["zstd_dictionary"] == 1
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Records
+
+def test_d13_the_mark_inside_a_block_of_right_length_is_text(tmp_path):
+    body = b"line\r\nWARC/1.0\r\nWARC-Type: fake\r\n\r\nend"
+    pages, losses = read_bytes(tmp_path, b"".join(three(response(body, "http://a.example/2"))))
+    assert urls(pages) == ["1", "2", "3"] and pages[1]["body"] == body
+    assert losses == {"records": 3}
+
+
+@pytest.mark.parametrize("pack", [b"".join, members], ids=["plain", "members"])
+@pytest.mark.parametrize("wrong", ["short", "long", "missing", "-5", "2 bytes", "1000000000000000", "1" * 400, "+12", "0x1f"])
+def test_d14_wrong_lengths(tmp_path, wrong, pack):
+    block = http(html("two"))
+    length = {"short": str(len(block) - 4), "long": str(len(block) + 30), "missing": ""}.get(wrong, wrong)
+    records = three(record("response", block, "http://a.example/2", length=length))
+    tracemalloc.start()
+    pages, losses = read_bytes(tmp_path, pack(records))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert urls(pages) in (["1", "3"], ["1", "2", "3"])
+    assert losses["bad_length"] == 1
+    assert peak < 10_000_000
+    if wrong in ("short", "long"):
+        assert urls(pages) == ["1", "2", "3"]
+        assert pages[1]["body"][:20] == html("two")[:20] and b"WARC" not in pages[1]["body"]
+
+
+def test_a_length_too_long_in_the_last_record_is_a_truncated_file(tmp_path):
+    pages, losses = read_bytes(tmp_path, response(html("one"), "http://a.example/1")
+                               + record("response", http(html("two")), "http://a.example/2", length="99999"))
+    assert urls(pages) == ["1"] and losses["truncated"] == 1
+
+
+def test_a_length_that_swallows_the_rest_of_the_file_gives_it_back(tmp_path):
+    pages, losses = read_bytes(tmp_path, b"".join(three(record("response", http(html("two")), "http://a.example/2",
+                                                               length="99999"))))
+    assert urls(pages) == ["1", "2", "3"] and losses["bad_length"] == 1 and not losses["truncated"]
+
+
+def test_records_around_a_gap_larger_than_the_buffers(tmp_path):
+    junk = record("response", b"x" * 300_000, "http://a.example/2", length="")
+    pages, losses = read_bytes(tmp_path, b"".join(three(junk)))
+    assert urls(pages) == ["1", "3"] and losses["skipped_bytes"] > 299_000
+    junk = record("response", b"line of junk\n" * 30_000, "http://a.example/2", length="nonsense")
+    pages, losses = read_bytes(tmp_path, b"".join(three(junk)))
+    assert urls(pages) == ["1", "3"]
+
+
+@pytest.mark.parametrize("shift", range(0, 40))
+def test_the_mark_of_the_next_record_may_lie_across_the_edge_of_a_read(tmp_path, shift):
+    junk = record("response", b"x" * (65536 - 300 + shift), "http://a.example/2", length="?")
+    pages, _ = read_bytes(tmp_path, b"".join(three(junk)))
+    assert urls(pages) == ["1", "3"]
+
+
+def test_d15_line_feeds_only(tmp_path):
+    records = [record("response", http(html(str(i)), eol=b"\n"), f"http://a.example/{i}", eol=b"\n") for i in (1, 2)]
+    pages, losses = read_bytes(tmp_path, b"".join(records))
+    assert urls(pages) == ["1", "2"] and [page["body"] for page in pages] == [html("1"), html("2")]
+    assert [page["status"] for page in pages] == [200, 200] and losses == {"records": 2}
+
+
+def test_headers_in_odd_spellings(tmp_path):
+    block = http(html("x"))
+    data = (b"\r\n\r\nWARC/1.1\r\nwarc-type:response\r\nWARC-TARGET-URI:\t<http://a.example/odd>\r\nX-Long: one\r\n  two\r\n"
+            b"X-\xff: \xfe\r\nno colon here\r\ncontent-length: " + str(len(block)).encode() + b"\r\n\r\n" + block)
+    pages, losses = read_bytes(tmp_path, data)
+    assert [page["url"] for page in pages] == ["http://a.example/odd"] and losses == {"records": 1}
+
+
+def test_d7_other_kinds_give_no_documents(tmp_path):
+    kinds = ("warcinfo", "request", "metadata", "resource", "revisit", "nonsense")
+    data = b"".join(record(kind, http(b"")) for kind in kinds) + record("response", b"\0\1", "dns:a.example")
+    pages, losses = read_bytes(tmp_path, data)
+    assert pages == [] and losses == {"records": 7, "other_records": 7}
+
+
+def test_wet_records_have_no_http_part(tmp_path):
+    data = record("warcinfo", b"x") + record("conversion", "Zwei\nZeilen, schön".encode(), "http://a.example/w")
+    (page,), losses = read_bytes(tmp_path, data, "x.warc.wet")
+    assert page["kind"] == "text" and "status" not in page and page["body"].decode() == "Zwei\nZeilen, schön"
+
+
+def test_d9_what_is_no_archive_is_said_to_be_none(tmp_path):
+    for data, name, loss in ((b"crawl-data/CC/segments/1.warc.gz\n" * 9, "warc.paths.gz", "not_a_warc"),
+                             (b"<html>no archive</html>", "x.warc", "not_a_warc"), (b"", "x.warc", "empty_file"),
+                             (b"", "x.jsonl", "empty_file"), (gzip.compress(b""), "x.warc.gz", "empty_file"),
+                             (bytes(range(256)) * 99, "picture.bin", "not_a_warc")):
+        pages, losses = read_bytes(tmp_path, data, name)
+        assert pages == [] and losses[loss] == 1, name
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# HTTP
+
+@pytest.mark.parametrize("status", ["HTTP/2 200", "HTTP/1.1  200 OK", "HTTP/1.0 200", "http/1.1 200 Fine"])
+def test_d19_status_lines(tmp_path, status):
+    headers = ("Power by: x", "a line without colon", "Content-Type: text/html")
+    (page,), _ = read_bytes(tmp_path, response(html("x"), status=status, headers=headers))
+    assert (page["status"], page["content_type"], page["body"]) == (200, "text/html", html("x"))
+
+
+@pytest.mark.parametrize("header, media, charset", [
+    ('"text/html"', "text/html", ""), ('text/html;charset="utf-8"', "text/html", "utf-8"), ("TEXT/HTML", "text/html", ""),
+    ("text/html ; x=1; Charset = 'ISO-8859-1'", "text/html", "ISO-8859-1"), ("", "", ""), ("text/html;;", "text/html", ""),
+])
+def test_d19_content_types(tmp_path, header, media, charset):
+    (page,), _ = read_bytes(tmp_path, response(html("x"), headers=(f"content-TYPE: {header}",)))
+    assert (page["content_type"], page["charset"]) == (media, charset)
+
+
+def test_nonsense_instead_of_http(tmp_path):
+    for block in (b"", b"\r\n\r\n", b"garbage", b"HTTP/1.1 abc\r\n\r\nx", bytes(range(256))):
+        (page,), _ = read_bytes(tmp_path, record("response", block))
+        assert page["drop"] == "bad_http"
+
+
+def chunked(body, size=7, eol=b"\r\n", extra=b""):
+    pieces = [body[i:i + size] for i in range(0, len(body), size)]
+    return b"".join(b"%x" % len(piece) + extra + eol + piece + eol for piece in pieces) + b"0" + eol + eol
+
+
+@pytest.mark.parametrize("send", [chunked, lambda body: chunked(body, 1000), lambda body: chunked(body, extra=b";a=b"),
+                                  lambda body: chunked(body, eol=b"\n"), lambda body: chunked(body)[:-5],
+                                  lambda body: body],
+                         ids=["small", "one", "extension", "lf", "no last chunk", "not chunked at all"])
+def test_d8_chunks_are_undone_only_where_there_are_some(tmp_path, send):
+    body = html("Unchunked text\r\n1f40\r\nof two lines" * 9)
+    (page,), _ = read_bytes(tmp_path, response(send(body), headers=("Content-Type: text/html", "Transfer-Encoding: chunked")))
+    assert page["body"] == body
+
+
+@pytest.mark.parametrize("encoding, pack, expected", [
+    ("gzip", gzip.compress, "body"), ("x-gzip", gzip.compress, "body"), ("gzip", bytes, "body"), ("", gzip.compress, "body"),
+    ("deflate", zlib.compress, "body"), ("deflate", lambda data: zlib.compress(data, wbits=-15), "body"),
+    ("br", bytes, "content_encoding"), ("gzip", lambda data: b"\x1f\x8b\x08" + data, "content_encoding"),
+])
+def test_d7_bodies_are_unpacked_by_what_they_are(tmp_path, encoding, pack, expected):
+    body = html("some text " * 20)
+    (page,), _ = read_bytes(tmp_path, response(pack(body), headers=("Content-Type: text/html", f"Content-Encoding: {encoding}")))
+    assert page.get("drop") == expected if expected != "body" else page["body"] == body
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# JSON lines and text
+
+def test_d25_each_line_of_json_is_judged_by_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(warc, "RECORD_LIMIT", 1_000_000)
+    lines = [
+        ('{"text": "one\u2028two\u0085three", "url": "http://a.example/1", "id": 7}'.encode(), None),
+        (b'{"text": "half \\ud83d of a pair", "url": "http://a.example/\\ud83d"}', None),
+        (b'{"text": "a \\u0000 nul"}', None),
+        (b'{"text": "' + b"a" * 2_000_000 + b'"}', "json_too_long"),
+        (b'{"text": null}', "json_no_text"),
+        (b'{"url": "http://a.example/"}', "json_no_text"),
+        (b'["text"]', "json_not_an_object"),
+        (b'{"text": "bad utf-8 \xff"}', "json_not_utf8"),
+        (b"{" * 100_000, "json_syntax"),
+        (b'{"n": ' + b"9" * 9999 + b', "text": "big number"}', "json_syntax"),
+        (b'{"raw_content": "ccnet", "url": null}', None),
+        (b'{"text": "half a li', "json_syntax"),
+    ]
+    data = b"\xef\xbb\xbf" + lines[0][0] + b"\n\n  \r\n" + b"\n".join(line for line, _ in lines[1:])
+    pages, losses = read_bytes(tmp_path, data, "x.jsonl")
+    assert [page.get("drop") for page in pages] == [reason for _, reason in lines]
+    assert pages[0]["text"] == "one\u2028two\u0085three" and pages[0]["id"] == "7" and pages[1]["id"] == "x.jsonl:4"
+    for page in pages:
+        (page.get("text", "") + page["url"] + page["id"]).encode("utf-8")     # nothing that cannot be written
+    assert pages[10]["text"] == "ccnet" and pages[10]["url"] == ""
+
+
+def test_memory_is_bounded_on_a_line_of_200_mb(tmp_path, monkeypatch):
+    monkeypatch.setattr(warc, "RECORD_LIMIT", 4 << 20)
+    path = tmp_path / "x.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(b'{"text": "')
+        for _ in range(200):
+            file.write(b"a" * (1 << 20))
+        file.write(b'"}\n{"text": "after it"}\n')
+    tracemalloc.start()
+    pages, _ = read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [page.get("drop") for page in pages] == ["json_too_long", None] and peak < 40_000_000
+
+
+def test_d22_a_text_file_is_one_page(tmp_path):
+    (page,), _ = read_bytes(tmp_path, b"a <b\nc\n", "notes.txt")
+    assert page["kind"] == "text" and page["body"] == b"a <b\nc\n"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Real files
+
+def test_d1_d2_d3_d7_d8_d9_real_archives(shared_data):
+    folder = shared_data / "warc"
+
+    pages, losses = read(folder / "example-trunc.warc")
+    assert len(pages) <= 1 and losses["bad_length"] == 1 and losses["records"] == 4
+
+    pages, losses = read(folder / "example-bad-non-chunked.warc.gz")
+    assert losses["records"] == 6 and not losses["truncated"] and b"Example Domain" in pages[0]["body"]
+
+    start = time.perf_counter()
+    pages, losses = read(folder / "clipped.warc.gz")
+    assert pages == [] and losses["truncated"] == 1 and time.perf_counter() - start < 20
+
+    (page,), losses = read(folder / "example.warc.gz")
+    assert b"Example Domain" in page["body"] and losses["records"] == 6
+
+    (page,), _ = read(folder / "example-iana.org-chunked.warc")
+    assert page["body"].startswith(b"<!doctype html>") and b"\r\n1f40\r\n" not in page["body"]
+
+    counts = {name: len(read(folder / name)[0]) for name in
+              ("whirlwind.warc.gz", "whirlwind.warc.wet.gz", "whirlwind.warc.wat.gz", "CC-MAIN-2024-22.warc.paths.gz")}
+    assert list(counts.values()) == [1, 1, 0, 0]
+    assert read(folder / "CC-MAIN-2024-22.warc.paths.gz")[1] == {"not_a_warc": 1}
+
+    pages, _ = read(folder / "dolma-sample-0000.warc.gz")
+    assert len(pages) == 22 and all(page["url"].startswith("http") for page in pages)
+
+
+@pytest.mark.slow
+def test_nothing_crashes_or_hangs_on_random_damage(tmp_path):
+    import random
+    draw = random.Random(1)
+    whole = members(three(response(chunked(html("two " * 99)), "http://a.example/2"))) * 3
+    plain = b"".join(three(response(html("two " * 99), "http://a.example/2"))) * 3
+    for round_number in range(4000):
+        data = bytearray(draw.choice([whole, plain]))
+        for _ in range(draw.randint(1, 6)):
+            place = draw.randrange(len(data))
+            damage = draw.choice(["flip", "cut", "insert", "remove", "repeat"])
+            if damage == "flip":
+                data[place] ^= 1 << draw.randrange(8)
+            elif damage == "cut":
+                del data[place:]
+            elif damage == "insert":
+                data[place:place] = draw.randbytes(draw.randint(1, 50))
+            elif damage == "remove":
+                del data[place:place + draw.randint(1, 200)]
+            else:
+                data[place:place] = data[max(0, place - 100):place]
+            data = data or bytearray(b"\0")
+        start = time.perf_counter()
+        read_bytes(tmp_path, bytes(data), "x.warc.gz")
+        assert time.perf_counter() - start < 5, round_number
