@@ -223,15 +223,22 @@ def test_gradients_do_not_depend_on_the_micro_batches(world, words):
 
 
 def test_the_loss_is_the_mean_over_the_answers_tokens(world, words):
-    """The policy's gradient at ratio 1, written down directly: -mean over all answer tokens of A grad log p."""
+    """The gradients before any step, written down directly: -mean over all answer tokens of A grad log p for the
+    policy, and of (V - return) grad V for the critic."""
     scene = Scene(world, words, "--epochs=1", "--minibatches=1", "--grad_clip=0.0")
     scene.improve(scene.optimizers(0.0))
     found = torch.cat([p.grad.flatten() for p in scene.policy.parameters()])
+    found_value = torch.cat([p.grad.flatten() for p in scene.value.parameters()])
     scene.policy.zero_grad()
+    scene.value.zero_grad()
     new = rlhf.answer_logprobs(scene.policy, scene.batch, torch.arange(8), scene.config)
     (-(new * scene.old["advantages"])[scene.batch.answer].mean()).backward()
     expected = torch.cat([p.grad.flatten() for p in scene.policy.parameters()])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    error = rlhf.answer_values(scene.value, scene.batch, torch.arange(8)) - scene.old["returns"]
+    error[scene.batch.answer].square().mean().div(2).backward()
+    expected = torch.cat([p.grad.flatten() for p in scene.value.parameters()])
+    torch.testing.assert_close(found_value, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_values_see_what_came_before_and_not_the_token_itself(scene):
@@ -509,6 +516,14 @@ def test_the_self_check_ends_a_run_with(mistake, said, world, tmp_path, monkeypa
     assert not (tmp_path / "ppo" / "result.json").exists() and checkpoint.newest(tmp_path / "ppo") is None
 
 
-def test_an_honest_run_passes_the_self_check(world, tmp_path, capsys):
+def test_an_honest_run_passes_the_self_check(world, tmp_path, capsys, monkeypatch):
+    """Also when the models come with dropout: the run switches it off, and for all of them."""
+    real = rlhf.load_model
+
+    def load_with_dropout(*args, **kwargs):
+        model, words = real(*args, **kwargs)
+        set_dropout(model, 0.1)
+        return model.train(), words
+    monkeypatch.setattr(rlhf, "load_model", load_with_dropout)
     rlhf.main(config_of(world, tmp_path, "--updates=1", "--episodes=24"))
     assert "self-check" in capsys.readouterr().out
