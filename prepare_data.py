@@ -185,7 +185,7 @@ def clean_file(path, target, settings, alone=True):
 
 def passes(page, steps, settings, audit):
     """Run one page through the filters and count it; whether it is kept."""
-    size = len(page["body"]) if "body" in page else len(page["text"].encode("utf-8", "replace"))
+    size = len(page["text"].encode("utf-8", "replace") if "text" in page else page["body"])
     for step in steps:
         stage = audit["filters"][step.__name__]
         stage["documents_in"] += 1
@@ -349,6 +349,8 @@ def remove_others(folder, pattern, names):
 def write_tokens(config, tokenizer, key, audit, clock):
     """docs/ -> tokens/: every document as BOS text EOS. index.json comes last and makes the shards valid."""
     folder = Path(config.data_dir) / "tokens"
+    if tokenizer.bos_id is None or tokenizer.eos_id is None:
+        refuse(f"the tokenizer in {folder.parent / 'tokenizer'} has no BOS or no EOS token, and documents are BOS text EOS")
     folder.mkdir(exist_ok=True)
     (folder / "index.json").unlink(missing_ok=True)
     splits = {}
@@ -500,16 +502,16 @@ def prepare(config, root):
         for _, part in done:
             add(counts, part["audit"])
         documents = write_documents(done, config, root / "docs", counts)
-        audit = {"key": key, "config_hash": config.hash, "source_hash": source_hash,
+        audit = {"key": key, "source_hash": source_hash,
                  "inputs": [{"file": path.name, "part": target.name, "documents": part["documents"],
                              "whole": part["whole"], "losses": part["losses"]}
                             for path, (target, part) in zip(paths, done)],
                  **finished(counts, dict(config.items())), "minhash": minhash_of(config), "documents": documents}
         clock.say("deduplicated and written")
         report(audit)
-        if not documents:
-            refuse_empty(audit)
         write_json(audit_file, audit)
+    if not audit["documents"]:
+        refuse_empty(audit)
     remove_others(root / "docs", "*.jsonl.zst*", [Path(entry["file"]).name for entry in audit["documents"]])
 
     # 4. Token shards, once there is a tokenizer.
@@ -517,7 +519,7 @@ def prepare(config, root):
         print(f"next: {config.command('train_tokenizer.py')}\nthen: {config.command('prepare_data.py')}")
         return
     tokenizer = Tokenizer.load(root / "tokenizer")
-    tokens_key = digest(key, [entry["sha256"] for entry in audit["documents"]], tokenizer.hash, config.shard_tokens)
+    tokens_key = digest(key, [entry["sha256"] for entry in audit["documents"]], tokenizer.hash, config.hash)
     index_file = root / "tokens" / "index.json"
     index = read_json(index_file) if index_file.exists() else {}
     if index.get("key") == tokens_key and all(intact(root, entry) for entry in token_files(index)):

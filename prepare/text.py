@@ -76,17 +76,26 @@ LINE_ENDS = re.compile("\r\n|[\r\x85\u2028\u2029\x0b\x0c]")
 INVISIBLE = re.compile(
     "[\x00-\x08\x0e-\x1f\x7f-\x9f\xad\ufeff\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufff9-\ufffb"
     "\U000e0000-\U000e007f\ud800-\udfff]")
+RUN = re.compile(r"[ \t]+")
 OTHER_SPACES = re.compile("[\xa0\u1680\u2000-\u200a\u202f\u205f\u3000]")
 
 
 def normalise(text):
     """NFC, one kind of line end, no invisible characters, plain spaces; indentation kept, at most one blank line."""
-    text = unicodedata.normalize("NFC", text)
-    text = OTHER_SPACES.sub(" ", INVISIBLE.sub("", LINE_ENDS.sub("\n", text)))
-    text = re.sub(r"(?<=[^ \t\n]) {2,}", " ", text)            # inside a line; what stands before its first word stays
-    text = re.sub(r"(?<=[^ \t\n])[ \t]*\t[ \t]*(?=[^ \t\n])", "\t", text)
-    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
-    return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
+    # NFC after the invisible ones are gone, since one of them may stand between a letter and its accent.
+    text = unicodedata.normalize("NFC", INVISIBLE.sub("", LINE_ENDS.sub("\n", text)))
+    text = OTHER_SPACES.sub(" ", text)
+    # Line by line: as one regular expression, "spaces before the end of a line" takes quadratic time on a run of spaces.
+    lines = [tidy_line(line) for line in text.split("\n")]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
+
+
+def tidy_line(line):
+    """Indentation kept; runs of spaces inside the line become one, with a tab among them one tab; none at the end."""
+    words = line.strip(" \t")
+    if "  " in words or "\t" in words:
+        words = RUN.sub(lambda run: "\t" if "\t" in run[0] else " ", words)
+    return line[:len(line) - len(line.lstrip(" \t"))] + words if words else ""
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,9 @@ RECORD_LIMIT = 64 << 20              # of one record, line or unpacked body: a l
 WARC_NAMES = (".warc", ".wet", ".wat", ".arc")
 JSONL_NAMES = (".jsonl", ".ndjson", ".json")
 TEXT_NAMES = (".txt", ".text", ".md", ".rst")
+HTTP_HEAD_LIMIT = 1 << 20
+BLANK_LINE = re.compile(rb"\r?\n\r?\n")
+CHUNK_HEAD = re.compile(rb"(?:\r?\n)?([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\n]*)?\r?\n")
 NEXT_RECORD = re.compile(rb"\r?\n(?=WARC/[01]\.\d+[ \t]*\r?\n[A-Za-z-]+:)")
 
 
@@ -157,8 +160,8 @@ def skip_to_record(window):
 def http_response(block):
     """Status, headers and body of an HTTP response, unchunked and unpacked only where that is what it really is."""
     # The header block ends at the first blank line, with either line end.
-    end = re.search(rb"\r?\n\r?\n", block)
-    head, body = (block[:end.start()], block[end.end():]) if end else (block, b"")
+    end = BLANK_LINE.search(block, 0, HTTP_HEAD_LIMIT)
+    head, body = (block[:end.start()], block[end.end():]) if end else (block[:HTTP_HEAD_LIMIT], b"")
     lines = head.decode("latin-1").splitlines()
     words = lines[0].split() if lines else []
     if len(words) < 2 or not words[0].upper().startswith("HTTP/") or not words[1].isdigit():
@@ -181,11 +184,11 @@ def http_response(block):
 
 def unchunk(body):
     """The body without its chunk lengths; unchanged if it is not really chunked (crawlers often have undone it)."""
-    if not re.match(rb"[0-9A-Fa-f]{1,8}[ \t]*(;[^\n]*)?\r?\n", body):
+    if not CHUNK_HEAD.match(body):
         return body
     whole, at = bytearray(), 0
     while True:
-        head = re.compile(rb"(?:\r?\n)?([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\n]*)?\r?\n").match(body, at)
+        head = CHUNK_HEAD.match(body, at)
         if not head:
             return bytes(whole) + body[at:].strip(b"\r\n")             # the rest is not chunked: better kept than lost
         size = int(head.group(1), 16)
