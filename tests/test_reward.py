@@ -122,11 +122,11 @@ def test_report_by_margin_with_ties():
 def test_report_on_control_pairs_counts_tokens_of_the_answer():
     def pair(chosen, rejected):
         return {"chosen": [0] * (10 + chosen), "rejected": [0] * (10 + rejected), "prompt": 10}
-    pairs = [pair(6, 3), pair(3, 6), pair(8, 4), pair(5, 4)]               # the last one is not far enough apart
-    found = reward.report_control(pairs, torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([0.0, 0.0, 0.0, 0.0]), 1.5)
-    assert (found["pairs"], found["left_out"], found["smallest_length_ratio"]) == (3, 1, 2.0)
-    assert found["accuracy"] == pytest.approx(2.5 / 3)
-    assert found["prefers_longer"] == pytest.approx((1 + 0 + 0.5) / 3)
+    pairs = [pair(6, 3), pair(3, 6), pair(8, 4), pair(9, 4), pair(5, 4)]   # the last one is not far enough apart
+    found = reward.report_control(pairs, torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]), torch.zeros(5), 1.5)
+    assert (found["pairs"], found["left_out"], found["smallest_length_ratio"]) == (4, 1, 2.0)
+    assert found["accuracy"] == pytest.approx((1 + 1 + 0.5 + 1) / 4)
+    assert found["prefers_longer"] == pytest.approx((1 + 0 + 0.5 + 1) / 4)
     assert reward.report_control([pair(5, 4)], torch.ones(1), torch.zeros(1), 1.5) == {"pairs": 0, "left_out": 1}
 
 
