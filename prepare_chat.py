@@ -41,6 +41,7 @@ preferences = 6000             # training pairs
 val_preferences = 600          # held-out pairs
 control_preferences = 600      # pairs of equal score and different length
 min_margin = 0.5               # by how much the scores of a pair differ at least
+spoiled_share = 0.25           # of the pairs whose worse answer is outside the grammar; the others differ in tone alone
 control_ratio = 1.8            # how many times as long (in characters) the longer remark of a control pair is at least
 prompts = 2000                 # PPO prompts
 val_prompts = 300              # held-out PPO prompts
@@ -185,11 +186,13 @@ def preference(name, better, worse, rng):
 
 
 def preferences_by_rule(split, count, names, config):
-    """Pairs in which the better remark is chosen; in every second one it is the longer, so that length says nothing."""
+    """Pairs in which the better remark is chosen; in every second one it is the longer, so that length says nothing. In
+    a share of them the worse one is no proper remark at all."""
     rng = kinds.generator(config.seed, "preferences", split)
     pairs = []
     for i in range(count):
-        better, worse = remark.sample_pair(rng, config.min_margin, i % 2 == 0, held_out=split == "val")
+        sample = remark.sample_spoiled_pair if rng.random() < config.spoiled_share else remark.sample_pair
+        better, worse = sample(rng, config.min_margin, i % 2 == 0, held_out=split == "val")
         pairs.append(preference(rng.choice(names), better, worse, rng))
     rng.shuffle(pairs)
     return pairs

@@ -126,6 +126,33 @@ def sample_pair(rng, min_margin, chosen_is_longer, held_out=False):
             return better, worse
 
 
+def spoil(rng, text):
+    """The remark with one fault that takes it out of the grammar, of the kinds that a policy falls into."""
+    words = text.split(" ")
+    at = rng.randrange(1, len(words))
+    spoiled = rng.choice([
+        " ".join(words[:at]),                                                # cut short
+        " ".join(words[:at] + words[at + 1:]),                               # a word left out
+        " ".join(words[:at] + words[at - 1:]),                               # a word twice
+        text.replace(" and ", ", ", 1), text.replace(", ", " and ", 1),      # not how a list is written
+        re.sub(r"(\w+)\.", r"\1 and \1.", text, count=1),                    # the same thing said twice
+        rng.choice(OPENINGS) + " " + text[0].lower() + text[1:],             # two openings
+        text + rng.choice(CLOSINGS[1:]),                                     # a closing too many
+    ])
+    return spoiled if parse(spoiled) is None else spoil(rng, text)
+
+
+def sample_spoiled_pair(rng, min_margin, chosen_is_longer, held_out=False):
+    """Like sample_pair, the worse one being a spoiled remark, whatever its tone was. A reward model that has never seen
+    such answers cannot know that they are bad, and PPO finds out: nothing but the divergence would hold it inside the
+    grammar."""
+    while True:
+        better, worse = sample(rng, held_out), spoil(rng, sample(rng, held_out))
+        far_enough = score(better) - score(worse) >= min_margin
+        if far_enough and len(better) != len(worse) and (len(better) > len(worse)) == chosen_is_longer:
+            return better, worse
+
+
 def sample_control_pairs(rng, count, min_ratio, held_out=False):
     """[(long, short), ...]: equal in score, and the first min_ratio times as long in characters or more."""
     pairs = []

@@ -154,9 +154,10 @@ def test_score_is_no_function_of_length_or_of_one_word():
         assert having.std() > 0.5, f"{word} decides the score alone"
 
 
-def test_in_pairs_the_longer_one_is_the_better_one_half_of_the_time():
+@pytest.mark.parametrize("sample", [remark.sample_pair, remark.sample_spoiled_pair])
+def test_in_pairs_the_longer_one_is_the_better_one_half_of_the_time(sample):
     rng = random.Random(3)
-    pairs = [remark.sample_pair(rng, 0.5, i % 2 == 0) for i in range(1000)]
+    pairs = [sample(rng, 0.5, i % 2 == 0) for i in range(1000)]
     assert all(remark.score(better) - remark.score(worse) >= 0.5 for better, worse in pairs)
     difference = np.array([len(better) - len(worse) for better, worse in pairs])
     assert (difference > 0).mean() == 0.5 and abs(difference.mean()) < 0.1 * abs(difference).mean()
@@ -232,11 +233,24 @@ def test_held_out_signatures_are_new_and_held_out_remarks_use_new_combinations(m
     for row in lines_of(made, "conversations_val"):
         if row["kind"] in ("count", "defaults"):
             assert row["subject"][row["subject"].index("("):] not in taught
-    for row in lines_of(made, "preferences_val") + lines_of(made, "preferences_control"):
-        assert all(remark.is_held_out(remark.parse(row[side])) for side in ("chosen", "rejected"))
-    for row in lines_of(made, "preferences_train"):
-        assert not any(remark.is_held_out(remark.parse(row[side])) for side in ("chosen", "rejected"))
-        assert row["scores"]["chosen"] - row["scores"]["rejected"] >= 0.5
+    sides = [(file, row[side]) for file in ("preferences_train", "preferences_val", "preferences_control")
+             for row in lines_of(made, file) for side in ("chosen", "rejected")]
+    parsed = [(file, terms) for file, text in sides if (terms := remark.parse(text)) is not None]
+    assert all(remark.is_held_out(terms) == (file != "preferences_train") for file, terms in parsed)
+    for file in ("preferences_train", "preferences_val"):
+        rows = lines_of(made, file)
+        assert all(row["scores"]["chosen"] - row["scores"]["rejected"] >= 0.5 for row in rows)
+        assert all(remark.parse(row["chosen"]) for row in rows)
+        assert 0.15 < sum(remark.parse(row["rejected"]) is None for row in rows) / len(rows) < 0.35
+
+
+def test_spoiled_remarks_are_outside_the_grammar_and_of_every_kind():
+    rng = random.Random(5)
+    spoiled = [remark.spoil(rng, remark.sample(rng)) for _ in range(500)]
+    assert all(remark.score(text) == remark.ILL_FORMED for text in spoiled)
+    assert any(text.endswith(" it") or text.endswith(" is") for text in spoiled)                     # cut short
+    assert any(re.search(r"(\w+) and \1\.", text) for text in spoiled)                               # said twice
+    assert any(sum(opening in text for opening in remark.OPENINGS[1:]) > 1 for text in spoiled)      # two openings
 
 
 def test_every_answer_follows_its_kinds_format_and_is_right(made):

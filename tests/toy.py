@@ -41,22 +41,6 @@ def model(words, seed=0, sharpness=1.0, **shape):
     return made
 
 
-def spoil(rng, text):
-    """The remark with one of the faults that a policy falls into, outside the grammar: a reward model that has never
-    seen such answers does not know that they are bad, and PPO finds that out."""
-    words = text.split(" ")
-    at = rng.randrange(1, len(words))
-    spoiled = rng.choice([
-        " ".join(words[:at]),                                              # cut short
-        " ".join(words[:at] + words[at + 1:]),                             # a word left out
-        " ".join(words[:at] + words[at - 1:]),                             # a word twice
-        text.replace(" and ", ", ", 1), text.replace(", ", " and ", 1),
-        re.sub(r"(\w+)\.", r"\1 and \1.", text, count=1),                  # the same thing said twice
-        rng.choice(remark.OPENINGS) + " " + text[0].lower() + text[1:],    # two openings
-        text + rng.choice(remark.CLOSINGS[1:])])                           # two closings
-    return spoiled if remark.parse(spoiled) is None else spoil(rng, text)
-
-
 def question(rng):
     return [{"role": "user", "content": rng.choice(remark.QUESTIONS).format(rng.choice(NAMES))}]
 
@@ -74,9 +58,8 @@ def write_data(folder, prompts=40, pairs=64, control=20, seed=0):
                     [{"messages": question(rng), "kind": "remark"} for _ in range(prompts)])
         rows = []
         for i in range(pairs):
-            better, worse = remark.sample_pair(rng, 0.5, chosen_is_longer=i % 2 == 0)
-            if i % 4 == 3:
-                worse = spoil(rng, remark.sample(rng))
+            sample = remark.sample_spoiled_pair if rng.random() < 0.25 else remark.sample_pair
+            better, worse = sample(rng, 0.5, chosen_is_longer=i % 2 == 0)
             rows.append({"prompt": question(rng), "chosen": better, "rejected": worse,
                          "scores": {"chosen": remark.score(better), "rejected": remark.score(worse)}})
         write_lines(chat_folder / f"preferences_{name}.jsonl", rows)
