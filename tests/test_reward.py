@@ -3,7 +3,10 @@ import copy
 import gc
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ import reward
 import toy
 from engine import checkpoint, hf, rl
 from model import ScalarModel
-from small import ALONE
+from small import ALONE, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -212,3 +215,21 @@ def test_changed_settings_are_refused_on_resume(world, tmp_path, capsys):
         reward.main(config_of(world, tmp_path, "--learning_rate=1e-5"))
     assert refused.value.code == 2 and "learning_rate" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "reward")
+
+
+def test_two_processes_learn_what_one_does(world, tmp_path):
+    """The same pairs in each global step, so the same weights but for rounding."""
+    arguments = ["--device=cpu", "--dtype=fp32", "--threads=1", f"--data_dir={world}/data",
+                 f"--init_from={world}/out/sft", "--pairs_per_step=8", "--micro_batch_size=3", "--sft_samples=8", "--max_new_tokens=12"]
+    reward.main(config_of(world, tmp_path / "one", "--learning_rate=1e-3"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*torchrun, str(ROOT / "reward.py"), *arguments, f"--out_dir={tmp_path}/two",
+                           "--learning_rate=1e-3"], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    start, _ = hf.load_model(world / "out" / "sft", kind="scalar")
+    one, two = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
+    moved = (one - torch.cat([p.detach().flatten() for p in start.parameters()])).abs().max()
+    assert moved > 1e-2 and (one - two).abs().max() < 1e-4
+    results = [json.loads((tmp_path / name / "reward" / "result.json").read_text()) for name in ("one", "two")]
+    assert results[0]["val"]["accuracy"] == results[1]["val"]["accuracy"]

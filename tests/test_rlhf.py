@@ -10,15 +10,18 @@ import copy
 import gc
 import json
 import os
+import random
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
+import reward
 import rlhf
 import toy
-from engine import chat, checkpoint, generate as generation, hf, rl
+from engine import checkpoint, generate as generation, hf, rl
 from engine.loss import logprobs
 from model import ScalarModel
 from small import ALONE, ROOT
@@ -527,3 +530,50 @@ def test_an_honest_run_passes_the_self_check(world, tmp_path, capsys, monkeypatc
     monkeypatch.setattr(rlhf, "load_model", load_with_dropout)
     rlhf.main(config_of(world, tmp_path, "--updates=1", "--episodes=24"))
     assert "self-check" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------------- slow: proofs
+
+@pytest.mark.slow
+def test_killed_and_started_again_is_the_same(world, tmp_path):
+    """kill -9 at any moment after the first checkpoint; the second call ends where an undisturbed one does."""
+    def command(out):
+        return [sys.executable, str(ROOT / "rlhf.py"), "--device=cpu", "--threads=1", f"--data_dir={world}/data",
+                f"--policy_from={world}/sft", f"--reward_from={world}/reward", "--episodes=8", "--updates=12",
+                "--save_full=1", "--eval_prompts=8", "--max_new_tokens=12", f"--out_dir={out}"]
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(command(tmp_path / "straight"), check=True, timeout=120, **quiet)
+    child = subprocess.Popen(command(tmp_path / "killed"), **quiet)
+    deadline = time.time() + 60
+    while not checkpoint.newest(tmp_path / "killed" / "ppo", "full") and time.time() < deadline:
+        time.sleep(0.01)
+    time.sleep(random.random())
+    child.kill()
+    child.wait()
+    assert not (tmp_path / "killed" / "ppo" / "result.json").exists()
+    subprocess.run(command(tmp_path / "killed"), check=True, timeout=120, **quiet)
+    policies = [flat(hf.load_model(tmp_path / name / "ppo")[0]) for name in ("straight", "killed")]
+    assert torch.equal(*policies)
+
+
+@pytest.mark.slow
+def test_it_learns_and_by_the_right_means(words, tmp_path):
+    """A rising reward proves little, so: gold, divergence, stops and length together; and without the divergence in the
+    reward the policy must drift further. The whole chain on the toy task, from untrained weights."""
+    toy.write_data(tmp_path / "data", prompts=200, pairs=3000, control=100)
+    policy = toy.model(words)
+    toy.instruct(policy, words, steps=250)
+    toy.save(tmp_path / "sft", policy, words)
+    reward.main(toy.config_of(reward, f"--data_dir={tmp_path}/data", f"--init_from={tmp_path}/sft",
+                              f"--out_dir={tmp_path}", "--pairs_per_step=32", "--learning_rate=2e-3"))
+    found = {}
+    for kl_coef in ("0.05", "0.0"):
+        out = tmp_path / f"kl{kl_coef}"
+        rlhf.main(toy.config_of(rlhf, f"--data_dir={tmp_path}/data", f"--policy_from={tmp_path}/sft",
+                                f"--reward_from={tmp_path}/reward", f"--out_dir={out}", "--learning_rate=1e-3",
+                                "--value_learning_rate=1e-3", "--epochs=4", "--updates=20", f"--kl_coef={kl_coef}"))
+        found[kl_coef] = json.loads((out / "ppo" / "result.json").read_text())
+    before, after = found["0.05"]["before"], found["0.05"]["after"]
+    assert found["0.05"]["gold_rise_in_deviations"] > 0.6 and after["score"] > before["score"] + 0.8
+    assert 0.5 < after["kl"] < 12 and after["stop_rate"] > 0.95 and after["length"] < 25
+    assert found["0.0"]["after"]["kl"] > 1.3 * after["kl"]
