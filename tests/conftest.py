@@ -5,6 +5,7 @@ from pathlib import Path
 
 # Two cores and many small matrices: more threads only wait for each other. Set before torch is imported anywhere.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")     # and where a test starts a script with more, see runs/setup.sh
 
 import pytest
 
