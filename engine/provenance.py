@@ -9,7 +9,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Named one by one, never the whole environment: that holds people's tokens, and it ends up in files that are shared.
 VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MKL_NUM_THREADS", "RANK", "LOCAL_RANK",
-             "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED")
+             "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG",
+             "PYTHONHASHSEED")
 PREFIXES = ("NCCL_", "TORCH")
 
 
