@@ -183,14 +183,12 @@ def http_response(block):
 
 
 def unchunk(body):
-    """The body without its chunk lengths; unchanged if it is not really chunked (crawlers often have undone it)."""
-    if not CHUNK_HEAD.match(body):
-        return body
+    """The body without its chunk lengths; as it is where it is not really chunked (crawlers often have undone it)."""
     whole, at = bytearray(), 0
     while True:
         head = CHUNK_HEAD.match(body, at)
         if not head:
-            return bytes(whole) + body[at:].strip(b"\r\n")             # the rest is not chunked: better kept than lost
+            return bytes(whole) + body[at:].strip(b"\r\n")             # not, or no longer, chunked: better kept than lost
         size = int(head.group(1), 16)
         if size == 0:
             return bytes(whole)

@@ -101,6 +101,7 @@ def test_the_family_is_affine_and_its_mixer_a_bijection():
     x = np.arange(1 << 16, dtype=np.uint32) * np.uint32(65537)
     assert len(np.unique(fmix32(x))) == len(x)
     assert [int(v) for v in fmix32(np.array([0, 1, 2], dtype=np.uint32))] == [0, 0x514E28B7, 0x30F4C306]    # MurmurHash3
+    assert int(fmix32(np.array([0xDEADBEEF], dtype=np.uint32))[0]) == 0x0DE5C6A9
     minhash = MinHash(2, 3, 9)
     text = text_of(5, 40)
     for place, (a, b) in enumerate(zip(minhash.a.tolist(), minhash.b.tolist())):
@@ -142,3 +143,13 @@ def test_thousands_of_copies_take_no_quadratic_time():
     start = time.perf_counter()
     chosen, _ = representatives(np.tile(signature, (20_000, 1)), BANDS, THRESHOLD)
     assert set(chosen.tolist()) == {0} and time.perf_counter() - start < 10
+
+
+def test_the_first_candidate_need_not_be_the_right_one():
+    """Signatures by hand: the third shares a band with the first and next to nothing else, but is nearly the second."""
+    draw = np.random.default_rng(0)
+    first, second = draw.integers(0, 1 << 32, (2, BANDS * ROWS), dtype=np.uint32)
+    third = second.copy()
+    third[:ROWS] = first[:ROWS]
+    chosen, resemblance = representatives(np.array([first, second, third]), BANDS, THRESHOLD)
+    assert chosen.tolist() == [0, 1, 1] and resemblance[2] == 1 - ROWS / (BANDS * ROWS)

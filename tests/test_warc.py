@@ -86,6 +86,15 @@ def test_a_damaged_gzip_member_costs_its_record_only(tmp_path, where):
     assert urls(pages) == ["1", "3"] and losses["bad_gzip"] == 1
 
 
+def test_what_was_unpacked_before_the_damage_does_not_spoil_the_next_record(tmp_path):
+    import random
+    records = three(response(random.Random(0).randbytes(3_000_000), "http://a.example/2"))
+    parts = [bytearray(members([part])) for part in records]
+    parts[1][-1000] ^= 0x55                                       # near the end: much of it has been handed on by then
+    pages, losses = read_bytes(tmp_path, b"".join(parts), "x.warc.gz")
+    assert urls(pages)[-1] == "3" and losses["bad_gzip"] == 1
+
+
 def test_garbage_behind_the_last_member(tmp_path):
     pages, losses = read_bytes(tmp_path, members(three(response(html("two"), "http://a.example/2"))) + b"garbage" * 9, "x.gz")
     assert urls(pages) == ["1", "2", "3"] and losses["bad_gzip"] == 1
@@ -165,11 +174,26 @@ def test_records_around_a_gap_larger_than_the_buffers(tmp_path):
     assert urls(pages) == ["1", "3"]
 
 
-@pytest.mark.parametrize("shift", range(0, 40))
+@pytest.mark.parametrize("shift", range(0, 60, 3))
 def test_the_mark_of_the_next_record_may_lie_across_the_edge_of_a_read(tmp_path, shift):
-    junk = record("response", b"x" * (65536 - 300 + shift), "http://a.example/2", length="?")
-    pages, _ = read_bytes(tmp_path, b"".join(three(junk)))
+    def parts(size):
+        return three(record("response", b"x" * size, "http://a.example/2", length="?"))
+    room = 65536 - shift - sum(map(len, parts(0)[:2]))
+    data = parts(room)
+    assert len(data[0] + data[1]) == 65536 - shift               # there the third one's mark begins
+    pages, _ = read_bytes(tmp_path, b"".join(data))
     assert urls(pages) == ["1", "3"]
+
+
+def test_a_length_of_10_to_the_15_does_not_read_the_rest_of_the_file_into_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(warc, "RECORD_LIMIT", 1 << 20)
+    data = b"".join(three(record("response", b"x" * 40_000_000, "http://a.example/2", length="1" + "0" * 15)))
+    (tmp_path / "x.warc").write_bytes(data)
+    tracemalloc.start()
+    pages, losses = read(tmp_path / "x.warc")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert urls(pages) == ["1", "3"] and losses["bad_length"] == 1 and peak < 10_000_000
 
 
 def test_d15_line_feeds_only(tmp_path):
