@@ -29,7 +29,7 @@ from engine.files import write_json
 from engine.hf import find_folder, load_weights, read_config
 from engine.loss import token_losses
 from engine.monitor import Monitor, read_log
-from engine.optim import Guard, adamw, clip, lr_at, set_lr, warmup_length
+from engine.optim import Guard, adamw, clip, lr_at, muon, set_lr, warmup_length
 from engine.run import continue_run, open_run, refuse_hopeless, refuse_once, save_when_due
 from engine.shards import TokenData, batch, n_blocks, step_blocks
 from engine.tokenizer import Tokenizer
@@ -58,6 +58,7 @@ batch_tokens = 16384            # tokens per step over all processes, so a step 
 micro_batch_size = 16           # sequences per process and forward pass: memory against speed, the result is the same
 max_steps = 1000
 learning_rate = 1e-3            # peak, after the warm-up
+matrix_learning_rate = 0.0      # above 0: Muon for the layers' matrices with this peak, AdamW for the rest
 schedule = "cosine"             # 'cosine', 'linear' or 'constant'
 warmup_steps: int | None = None # None: 0.4 % of max_steps, at most 2000, at least a tenth of a short run
 final_lr = 0.1                  # the last step's learning rate, as a share of the peak
@@ -217,12 +218,14 @@ def main(config):
         load_weights(model, find_folder(config.init_from))
     model.to(setup.device)
     parallel.compile_blocks(model, setup, config.compile)
-    optimizer = adamw(model, config.learning_rate, config.weight_decay, (config.beta1, config.beta2))
+    betas = (config.beta1, config.beta2)
+    optimizers = (muon(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay, betas)
+                  if config.matrix_learning_rate else [adamw(model, config.learning_rate, config.weight_decay, betas)])
 
     # 3. Continue where an earlier call stopped.
-    modules, optimizers = {"model": model}, {"model": optimizer}
+    modules, moments = {"model": model}, {"model": optimizers}
     origin = {"data_hash": train.data_hash, "tokenizer_hash": tokenizer.hash}
-    state = continue_run(run, modules, optimizers, origin, setup)
+    state = continue_run(run, modules, moments, origin, setup)
     tokens = state["step"] * config.batch_tokens
     guard = Guard(config.max_bad_steps, state["in_a_row"])
     model = parallel.wrap(model, setup)
@@ -254,7 +257,7 @@ def main(config):
     model.train()
     began, began_at, waited = time.perf_counter(), state["step"], 0.0      # of the steps that the next log line speaks of
     for step in range(state["step"], config.max_steps):
-        lr = set_lr(optimizer, lr_at(step, config.max_steps, config.learning_rate, warmup, config.schedule, config.final_lr))
+        lr = lr_at(step, config.max_steps, config.learning_rate, warmup, config.schedule, config.final_lr)
         asked = time.perf_counter()
         micro_batches = my_share(step)
         waited += time.perf_counter() - asked
@@ -262,9 +265,11 @@ def main(config):
         norm = clip(model.parameters(), config.grad_clip)
         loss, norm = total[0].item(), norm.item()
         good = guard.good(loss, norm)
-        if good:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            set_lr(optimizer, lr)
+            if good:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         tokens += config.batch_tokens
         done = step + 1
         first, last = step == state["step"], done == config.max_steps
@@ -288,7 +293,7 @@ def main(config):
         if guard.hopeless:
             refuse_hopeless(guard, done, "blocks", setup)
         facts = {"tokens": tokens, "in_a_row": guard.in_a_row, "config_hash": config.hash, **origin}
-        saved = save_when_due(run, done, config.max_steps, config, modules, optimizers, tokenizer, facts, setup)
+        saved = save_when_due(run, done, config.max_steps, config, modules, moments, tokenizer, facts, setup)
         if record or saved:
             began, began_at, waited = time.perf_counter(), done, 0.0
         monitor.advance()

@@ -41,7 +41,7 @@ def save_light(run_dir, step, model, tokenizer, setup, extra=None):
 def save_full(run_dir, step, modules, optimizers, state, setup):
     """Everything: weights and optimizer moments by parameter name, the random state of each rank, `state` (JSON).
 
-    modules {name: module}, optimizers {module's name: optimizer}. -> the folder."""
+    modules {name: module}, optimizers {module's name: optimizer, or a list of them}. -> the folder."""
     final = folder_of(run_dir, "full", step)
 
     def write(folder):
@@ -117,7 +117,7 @@ def load_full(folder, modules, optimizers, setup):
     """Fills everything from a full checkpoint; -> the state dict that was saved. Works at another number of ranks too: weights
     and moments are the same, the random state of ranks that did not exist is drawn anew."""
     state = read_json(Path(folder) / "state.json")
-    _make_moments(modules, optimizers)
+    _make_moments(optimizers)
     tensors = _tensors(modules, optimizers)
     known_rank = setup.rank < state["world"]
     if known_rank:
@@ -145,19 +145,26 @@ def _tensors(modules, optimizers):
     for label, module in modules.items():
         module = bare(module)
         tensors.update({f"{label}.{name}": p.detach() for name, p in module.named_parameters()})
-        state = optimizers[label].state if label in optimizers else {}
-        for name, parameter in module.named_parameters():
-            for key, value in state.get(parameter, {}).items():
-                tensors[f"{label}.{name}.{key}"] = value
+        for optimizer in _each(optimizers.get(label)):
+            for name, parameter in module.named_parameters():
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    tensors[f"{label}.{name}.{key}"] = value
     return tensors
 
 
-def _make_moments(modules, optimizers):
-    """Gives a fresh AdamW the empty moments that a load can fill. (torch's own helper does it by taking a step with zero
+def _each(optimizers):
+    """A module may have no optimizer, one, or a list of several."""
+    return optimizers if isinstance(optimizers, list) else [optimizers] if optimizers else []
+
+
+def _make_moments(optimizers):
+    """Gives fresh optimizers the empty moments that a load can fill. (torch's own helper does it by taking a step with zero
     gradients, which moves the step count from 0 to 1 when there turns out to be nothing to load.)"""
-    for label, optimizer in optimizers.items():
-        for parameter in bare(modules[label]).parameters():
-            if parameter.requires_grad and not optimizer.state[parameter]:
+    for optimizer in (each for group in optimizers.values() for each in _each(group)):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if isinstance(optimizer, torch.optim.Muon):
+                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+            elif not optimizer.state[parameter]:
                 on_device = parameter.device if optimizer.defaults.get("fused") else "cpu"
                 optimizer.state[parameter].update(
                     step=torch.zeros((), dtype=torch.float32, device=on_device),

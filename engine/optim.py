@@ -1,4 +1,4 @@
-"""AdamW with decay on matrices only, the learning rate as a function of the step, and clipping."""
+"""AdamW with decay on matrices only, Muon as an option, the learning rate as a function of the step, and clipping."""
 import math
 
 import torch
@@ -14,6 +14,21 @@ def adamw(model, learning_rate, weight_decay, betas=(0.9, 0.95), eps=1e-8):
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     fused = next(model.parameters()).device.type in ("cpu", "cuda")
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, eps=eps, fused=fused)
+
+
+def muon(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0.95)):
+    """[Muon for the layers' matrices, AdamW for embeddings and gains]. Muon (Jordan et al. 2024) makes all singular values of
+    a matrix's momentum equal before it steps: directions that a few large ones would drown are learned too. In short runs
+    it needs about half the tokens; its five rounds of products cost the more the smaller the batch is."""
+    matrices = [p for name, p in model.named_parameters() if ".layers." in name and p.dim() == 2]
+    first = torch.optim.Muon(matrices, lr=matrix_learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+    first.param_groups[0]["share"] = matrix_learning_rate / learning_rate
+    for p in matrices:
+        p.requires_grad_(False)         # out of adamw's sight
+    second = adamw(model, learning_rate, weight_decay, betas)
+    for p in matrices:
+        p.requires_grad_(True)
+    return [first, second]
 
 
 def warmup_length(max_steps, asked=None):
@@ -38,7 +53,7 @@ def lr_at(step, max_steps, learning_rate, warmup, schedule="cosine", final=0.1):
 
 def set_lr(optimizer, learning_rate):
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get("share", 1.0)
     return learning_rate
 
 

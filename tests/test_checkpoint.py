@@ -56,7 +56,7 @@ def test_loading_makes_no_optimizer_step():
     """A helper of torch's makes the moments by stepping, which leaves the step count at 1 and the first real step wrong."""
     model = small_llama(1)
     touched, plain = adamw(model, 1e-3, 0.1), None
-    checkpoint._make_moments({"model": model}, {"model": touched})
+    checkpoint._make_moments({"model": touched})
     twin = small_llama(1)
     plain = adamw(twin, 1e-3, 0.1)
     step(model, touched, 5), step(twin, plain, 5)

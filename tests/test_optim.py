@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.loss import token_losses
-from engine.optim import Guard, adamw, clip, lr_at, warmup_length
+from engine.optim import Guard, adamw, clip, lr_at, muon, set_lr, warmup_length
 from small import small_llama
 
 
@@ -18,6 +18,17 @@ def test_only_matrices_decay():
         "model.norm.weight", *[f"model.layers.{i}.{n}_layernorm.weight" for i in (0, 1) for n in ("input", "post_attention")]}
     assert {"model.embed_tokens.weight", "lm_head.weight"} <= {names[id(p)] for p in decayed["params"]}
     assert len(decayed["params"]) + len(others["params"]) == len(names)
+
+
+def test_muon_has_the_layers_matrices_and_adamw_the_rest():
+    model = small_llama(n_layer=2)
+    first, second = muon(model, 1e-3, 0.02, 0.1)
+    names = {id(p): name for name, p in model.named_parameters()}
+    mine, rest = ({names[id(p)] for group in o.param_groups for p in group["params"]} for o in (first, second))
+    assert mine == {n for n in names.values() if ".layers." in n and "proj" in n} and rest == set(names.values()) - mine
+    set_lr(first, 5e-4), set_lr(second, 5e-4)
+    assert first.param_groups[0]["lr"] == pytest.approx(0.01) and second.param_groups[0]["lr"] == 5e-4
+    assert all(p.requires_grad for p in model.parameters())
 
 
 def test_learning_rate():

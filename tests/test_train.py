@@ -79,12 +79,14 @@ def kill_after(data, out, step, *extra):
     return log.read_bytes().count(b"\n")
 
 
-@pytest.mark.parametrize("mode", ["fp32 eager", "bf16 compiled"])
+@pytest.mark.parametrize("mode", ["fp32 eager", "bf16 compiled", "fp32 eager, Muon"])
 def test_kill_and_resume_is_bit_identical(data, tmp_path, mode):
     """With dropout, accumulation over two micro-batches, and a kill -9 at a random step, twice."""
     extra = ["--max_steps=24", "--save_full=5", "--save_light=0", "--dropout=0.1", "--micro_batch_size=4", "--log_every=1"]
     if mode == "bf16 compiled":
         extra += ["--dtype=bf16", "--compile=True"]
+    if "Muon" in mode:
+        extra += ["--matrix_learning_rate=0.02"]
     train(data, tmp_path / "whole", *extra)
     rng = random.Random(time.time())
     steps = sorted(rng.sample(range(6, 23), 2))
