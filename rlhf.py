@@ -121,13 +121,14 @@ class Batch:
 
 # --- The networks at work --------------------------------------------------------------------------------------------
 
-def roll_out(policy, prompts, tokenizer, config, seed, device):
+def roll_out(policy, prompts, tokenizer, config, seed, setup):
     """Samples an answer to each prompt (token ids) -> Batch.
 
     top_k and top_p stay out of the call. With them, what is drawn would come from another distribution than the one
     that is scored; the ratio does not show it (old and new are both scored in full), only the entropy identity does."""
     stops = chat.stop_ids(tokenizer)
-    answers = generate(policy, prompts, config.max_new_tokens, stops, temperature=config.temperature, seed=seed)
+    with setup.autocast():
+        answers = generate(policy, prompts, config.max_new_tokens, stops, temperature=config.temperature, seed=seed)
     before, behind = max(map(len, prompts)), max(map(len, answers.ids))
     ids = torch.full((len(prompts), before + behind), tokenizer.pad_id)
     mask, sampled = torch.zeros_like(ids, dtype=torch.bool), torch.zeros(len(prompts), behind)
@@ -137,8 +138,8 @@ def roll_out(policy, prompts, tokenizer, config, seed, device):
         mask[row, start:end] = True                       # the end token is an answer's token like the others
         sampled[row, :len(answer)] = torch.tensor(answers.logprobs[row])
     texts = [tokenizer.decode(answer) for answer in answers.ids]
-    ids, mask = ids.to(device), mask.to(device)
-    return Batch(ids, mask, mask[:, before:], torch.tensor(answers.stopped, device=device), sampled.to(device), texts)
+    ids, mask, sampled, ended = (x.to(setup.device) for x in (ids, mask, sampled, torch.tensor(answers.stopped)))
+    return Batch(ids, mask, mask[:, before:], ended, sampled, texts)
 
 
 def answer_logprobs(model, batch, rows, config, with_entropy=False):
@@ -177,8 +178,7 @@ def judge(policy, reference, value, reward, batch, config, setup):
 
 def critic_from(reward):
     """The value network: the reward model's trunk, which already reads answers for what they are worth, and a head that
-    says 0 to everything. A drawn head would begin with large random values, and the first updates would be about
-    those."""
+    says 0 to everything. A drawn head would say something large and random, and the first updates would be about it."""
     value = copy.deepcopy(reward)
     torch.nn.init.zeros_(value.score.weight)
     torch.nn.init.zeros_(value.score.bias)
@@ -189,8 +189,7 @@ def critic_from(reward):
 
 def improve(policy, value, optimizers, batch, old, update, config, setup, check=False):
     """Epochs of minibatches over one batch of answers. old: dict of logprobs, values, advantages, returns (B, R) as
-    they were when the answers were sampled. -> dict of means, and `first_ratio`, the largest |log ratio| before any
-    step.
+    they were when the answers were sampled. -> dict of means, and first_ratio: the largest |log ratio| before any step.
 
     policy and value are two networks with two optimisers and two clipped gradients: no coefficient has to balance them,
     and a critic that is far off can not take the policy's share of the norm."""
@@ -236,8 +235,8 @@ def improve(policy, value, optimizers, batch, old, update, config, setup, check=
                 return means(sums, steps, first_ratio, stopped=True)
             norms = [clip(network.parameters(), config.grad_clip).item() for network in (policy, value)]
             if not all(norm < float("inf") for norm in norms):
-                refuse(f"update {update}: the gradients' norms are {norms}: nothing that could be learned from. The "
-                       "last checkpoint is as it was; lower learning_rate, or use --dtype=fp32")
+                refuse_once(setup, f"update {update}: the gradients' norms are {norms}: nothing that could be learned "
+                            "from. The last checkpoint is as it was; lower --learning_rate, or use --dtype=fp32")
             for optimizer in optimizers:
                 optimizer.step()
             steps += 1
@@ -250,6 +249,15 @@ def means(sums, steps, first_ratio, stopped):
     per_token = (sums[:4] / sums[4].clamp(min=1)).tolist()
     return {**dict(zip(("policy_loss", "value_loss", "approx_kl", "clipfrac"), per_token)),
             "first_ratio": first_ratio, "optimizer_steps": steps, "stopped_early": stopped}
+
+
+def digest(model):
+    """sha256 over the weights: a run that is continued must have the reference and the reward model that it began
+    with."""
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().cpu().numpy().tobytes())
+    return found.hexdigest()
 
 
 def seed_of(*parts):
@@ -373,7 +381,7 @@ def evaluate(policy, reference, reward, prompts, tokenizer, config, setup):
     for start_row in range(0, len(mine), size):
         some = mine[start_row:start_row + size]
         seed = seed_of(config.seed, "evaluation", start_row, setup.rank)
-        batch = roll_out(policy, [prompt["ids"] for prompt in some], tokenizer, config, seed, setup.device)
+        batch = roll_out(policy, [prompt["ids"] for prompt in some], tokenizer, config, seed, setup)
         rows = torch.arange(len(some), device=setup.device)
         with setup.autocast():
             drift = answer_logprobs(policy, batch, rows, config) - answer_logprobs(reference, batch, rows, config)
@@ -472,13 +480,15 @@ def main(config):
     setup.say(f"ppo: {len(prompts):,} prompts ({long} too long), {len(held_out)} held out; {config.updates} updates of "
               f"{config.episodes} answers, {config.epochs} epochs of {config.minibatches} minibatches")
 
-    # Where it starts from: a checkpoint of this run, or the held-out numbers of the starting model.
     # Adam's eps: with the usual 1e-8, parameters whose gradients are next to nothing take steps of full size.
     optimizers = [adamw(policy, config.learning_rate, config.weight_decay, eps=1e-5),
                   adamw(value, config.value_learning_rate, config.weight_decay, eps=1e-5)]
     modules, named = {"policy": policy, "value": value}, dict(zip(("policy", "value"), optimizers))
     trained = wrap(policy, setup), wrap(value, setup)     # gradients pass through these, or the ranks would drift apart
-    origin = {"prompts": sha256_file(files["train"]), "tokenizer": tokenizer.hash}
+
+    # Where it starts from: a checkpoint of this run, or the held-out numbers of the starting model.
+    origin = {"prompts": sha256_file(files["train"]), "starting model": digest(reference),
+              "reward model": digest(reward)}
     state = continue_run(run, modules, named, origin, setup)
     first, kl_coef, spent = state["step"], state.get("kl_coef", config.kl_coef), state.get("seconds", 0.0)
     held_out = held_out[:config.eval_prompts]
@@ -488,14 +498,14 @@ def main(config):
 
     for update in range(first, config.updates):
         clock = [time.perf_counter()]
-        for optimizer, peak in zip(optimizers, (config.learning_rate, config.value_learning_rate)):
-            lr = set_lr(optimizer, lr_at(update, config.updates + 1, peak, 0, "linear", final=0.0))
+        lr, _ = [set_lr(optimizer, lr_at(update, config.updates + 1, peak, 0, "linear", final=0.0))
+                 for optimizer, peak in zip(optimizers, (config.learning_rate, config.value_learning_rate))]
 
         # 1. Roll out. Each rank answers other prompts.
         order = step_blocks(update, config.episodes, len(prompts), config.seed)[setup.rank::setup.world]
         asked = [prompts[i] for i in order]
         seed = seed_of(config.seed, "rollout", update, setup.rank)
-        batch = roll_out(policy, [prompt["ids"] for prompt in asked], tokenizer, config, seed, setup.device)
+        batch = roll_out(policy, [prompt["ids"] for prompt in asked], tokenizer, config, seed, setup)
         clock.append(time.perf_counter())
 
         # 2. Judge.
@@ -507,8 +517,7 @@ def main(config):
         rewards = rl.kl_rewards(old, ref, batch.answer, kl_coef)
         rewards = rl.place_score(rewards, penalised, batch.answer)         # at the end token itself
 
-        # 4. Advantages. The critic learns the returns as they are; the policy gets the advantages whitened over all
-        # ranks.
+        # 4. Advantages. The critic learns returns as they are; the policy gets advantages whitened over all ranks.
         advantages, returns = rl.gae(rewards, values, batch.answer, config.gamma, config.lam)
         whitened = rl.whiten(advantages, batch.answer, total=total)
         clock.append(time.perf_counter())

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -80,7 +81,7 @@ class Scene:
         self.words = words
         prompts, _ = rlhf.read_prompts(world / "data" / "chat" / "prompts_train.jsonl", words, 100)
         self.prompts = prompts[:8]
-        self.batch = rlhf.roll_out(self.policy, [p["ids"] for p in self.prompts], words, self.config, 7, "cpu")
+        self.batch = rlhf.roll_out(self.policy, [p["ids"] for p in self.prompts], words, self.config, 7, ALONE)
         self.judged = rlhf.judge(self.policy, self.reference, self.value, self.reward, self.batch, self.config, ALONE)
         scores, old, ref, values, self.entropies = self.judged
         rewards = rl.place_score(rl.kl_rewards(old, ref, self.batch.answer, 0.1), scores, self.batch.answer)
@@ -394,6 +395,24 @@ def test_interrupted_and_continued_is_the_same(world, tmp_path, monkeypatch, cap
     capsys.readouterr()
     rlhf.main(config_of(world, tmp_path / "broken", *options))
     assert "already done" in capsys.readouterr().out
+
+
+def test_another_starting_model_does_not_continue_the_run(world, words, tmp_path, monkeypatch, capsys):
+    """Its reference would be another one in the middle of the run, without a sound."""
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+    shutil.copytree(world / "sft", tmp_path / "sft")
+    options = [f"--policy_from={tmp_path}/sft", "--save_full=1"]
+    monkeypatch.setattr(rlhf, "evaluate", lambda *args: {"gold": 0.0})
+    monkeypatch.setattr(checkpoint, "prune", interrupt)                    # right after the first checkpoint
+    with pytest.raises(KeyboardInterrupt):
+        rlhf.main(config_of(world, tmp_path, *options))
+    gc.collect()
+    shutil.rmtree(tmp_path / "sft")
+    toy.save(tmp_path / "sft", sharp_policy(words, seed=9), words)
+    with pytest.raises(SystemExit) as refused:
+        rlhf.main(config_of(world, tmp_path, *options))
+    assert refused.value.code == 2 and "begun with starting model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options, said", [
