@@ -84,7 +84,8 @@ def held_out_signatures(train_definitions, val_definitions, names, config):
     rng = kinds.generator(config.seed, "val", "signatures")
     suitable = [d for d in val_definitions if kinds.suits_definition("count", d)]
     parameters = sorted({p for d in suitable for p in d.parameters}, key=str)
-    made = [kinds.made_definition("defaults", names, parameters, rng) for _ in range(config.val_questions if names else 0)]
+    count = config.val_questions if names else 0
+    made = [kinds.made_definition("default", names, parameters, rng) for _ in range(count)]
     known = {d.parameters for d in train_definitions}
     new = {}
     for definition in suitable + made:

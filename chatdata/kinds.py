@@ -3,7 +3,7 @@
 Three sorts, and the difference is the point:
 
     memory    module, what, signature    the answer stood on some page; on a page never seen it can only be guessed
-    reading   count, defaults            a signature stands in the prompt and has to be read
+    reading   count, optional, default   a signature stands in the prompt and has to be read
     rule      spell, constant, snake     a rule turns the question into the answer, for names never seen as well
 
 `remark` is the alignment task (remark.py): many answers are right, so it has a format and a score but no exact answer.
@@ -62,33 +62,38 @@ KINDS = {
         "Which parameters does `{}` take?",
         "Show me the signature of `{}`.",
     ), "`{}`", r"[A-Za-z_]\w*\(.*\)"),
-    "count": Kind("reading", False, 0.14, (
+    "count": Kind("reading", False, 0.12, (
         "How many parameters has `{}`?",
         "Count the parameters of `{}`.",
         "Here is `{}`. How many parameters are there?",
     ), "Parameters: {}.", r"\d+"),
-    "defaults": Kind("reading", True, 0.20, (
+    "optional": Kind("reading", True, 0.18, (
         "Which parameters of `{}` have a default?",
         "What may I leave out when I call `{}`?",
         "Name the parameters of `{}` that have a default.",
     ), "With a default: {}.", r"[A-Za-z_]\w*(, [A-Za-z_]\w*)*"),
-    "spell": Kind("rule", False, 0.22, (
+    "default": Kind("reading", True, 0.18, (
+        "In `{}`, what is the default of {}?",
+        "Here is `{}`. Which default has {}?",
+        "Look at `{}` and tell me the default of {}.",
+    ), "It is {}", r"[A-Za-z_]\w*=(-?\w[\w.]*|'\w*')"),
+    "spell": Kind("rule", False, 0.12, (
         "Spell `{}`.",
         "How is `{}` spelled?",
         "Give me the letters of `{}`.",
         "Spell out the name `{}`.",
     ), "{}", r"\S( \S)*"),
-    "constant": Kind("rule", False, 0.10, (
+    "constant": Kind("rule", False, 0.07, (
         "Write `{}` in capitals.",
         "What would `{}` be called as a constant?",
         "Put `{}` in upper case.",
     ), "`{}`", r"[A-Z0-9_]+"),
-    "snake": Kind("rule", True, 0.11, (
+    "snake": Kind("rule", True, 0.08, (
         "Make one name of the words `{}`.",
         "What would a function for `{}` be called?",
         "Join `{}` into a name.",
     ), "`{}`", r"[a-z][a-z0-9]*(_[a-z0-9]+)*"),
-    "remark": Kind("remark", False, 0.12, remark.QUESTIONS, "{}", ""),
+    "remark": Kind("remark", False, 0.14, remark.QUESTIONS, "{}", ""),
 }
 
 
@@ -98,14 +103,20 @@ def spell(name):
     return " ".join(name)
 
 
-def defaults(parameters):
-    return ", ".join(parameter.name for parameter in parameters if parameter.default is not None)
+# A number, a name or a short text: no brackets, no commas. Not None, which half of all defaults are: who knew only the
+# name asked about would be right that often.
+SIMPLE_DEFAULT = re.compile(r"(?!None$)(-?\w[\w.]*|'\w*')")
 
 
-def ask(kind, subject, core, rng):
-    """A question of this kind in one of its phrasings."""
+def optional(parameters):
+    return [parameter for parameter in parameters if parameter.default is not None]
+
+
+def ask(kind, subject, core, rng, *more):
+    """A question of this kind in one of its phrasings; `more`: what else is asked about."""
     about = KINDS[kind]
-    return Question(kind, subject, rng.choice(about.phrasings).format(subject), about.frame.format(core))
+    asked = rng.choice(about.phrasings).format(subject, *more)
+    return Question(kind, " of ".join([*more, subject]), asked, about.frame.format(core))
 
 
 def about_definition(kind, definition, rng):
@@ -119,7 +130,11 @@ def about_definition(kind, definition, rng):
         return ask(kind, qualified, definition.signature, rng)
     if kind == "count":
         return ask(kind, definition.signature, len(definition.parameters), rng)
-    return ask(kind, definition.signature, defaults(definition.parameters), rng)
+    with_default = optional(definition.parameters)
+    if kind == "optional":
+        return ask(kind, definition.signature, ", ".join(parameter.name for parameter in with_default), rng)
+    parameter = rng.choice([parameter for parameter in with_default if SIMPLE_DEFAULT.fullmatch(parameter.default)])
+    return ask(kind, definition.signature, parameter, rng, parameter.name)
 
 
 def about_name(kind, name, rng):
@@ -148,8 +163,11 @@ def suits_definition(kind, definition):
         return bool(definition.sentence)
     if definition.parameters is None or len(definition.signature) > MAX_SIGNATURE or "`" in definition.signature:
         return False
-    if kind == "defaults":          # without these two conditions "None." would be right three times out of four
-        return len(definition.parameters) > 1 and any(p.default is not None for p in definition.parameters)
+    with_default = optional(definition.parameters)
+    if kind == "optional":          # without these two conditions "None." would be right three times out of four
+        return len(definition.parameters) > 1 and len(with_default) > 0
+    if kind == "default":           # one default alone could be found without knowing whose it is
+        return len(with_default) > 2 and any(SIMPLE_DEFAULT.fullmatch(p.default) for p in with_default)
     return kind != "signature" or len(definition.parameters) > 0
 
 

@@ -52,13 +52,16 @@ def write_documents(folder, train, val):
     return folder
 
 
+DEFAULTS = ("None", "0", "1", "70", "'r'", "True", "-1", "'a, b'", "(1, 2)")
+
+
 def made_up_page(name, words, rng, n=30):
     lines = [name, "A module.", "Functions"]
     for _ in range(n):
         function = "_".join(rng.sample(words, rng.randint(1, 3)))
         given = rng.sample(words, rng.randint(0, 5))
         cut = rng.randint(0, len(given))
-        arguments = ", ".join(given[:cut] + [f"{word}={rng.choice(['None', '0', repr('a, b')])}"
+        arguments = ", ".join(given[:cut] + [f"{word}={rng.choice(DEFAULTS)}"
                                              for word in given[cut:]])
         lines += [f"{function}({arguments})", f"Do the {' '.join(rng.sample(words, 4))} of a thing.", ""]
     # A parameter list that all pages share, under names of their own.
@@ -231,7 +234,7 @@ def test_no_held_out_name_is_in_any_training_question(made):
 def test_held_out_signatures_are_new_and_held_out_remarks_use_new_combinations(made):
     taught = " ".join(m["content"] for row in lines_of(made, "conversations_train") for m in row["messages"])
     for row in lines_of(made, "conversations_val"):
-        if row["kind"] in ("count", "defaults"):
+        if row["kind"] in ("count", "optional", "default"):
             assert row["subject"][row["subject"].index("("):] not in taught
     sides = [(file, row[side]) for file in ("preferences_train", "preferences_val", "preferences_control")
              for row in lines_of(made, file) for side in ("chosen", "rejected")]
@@ -258,13 +261,15 @@ def test_every_answer_follows_its_kinds_format_and_is_right(made):
         answers = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         assert all(kinds.KINDS[kind].follows_format(answer) for kind, answer in zip(row["kinds"], answers, strict=True))
     arguments_of = lambda subject: pages.split_arguments(subject[subject.index("(") + 1:-1])
+    asked = lambda subject: re.search(rf"[( ]({subject.split(' of ')[0]}=.*?)(, |\)$)", subject)[1]
     optional = lambda subject: ", ".join(re.findall(r"(\w+)=", subject))
     right = {
         "spell": lambda subject, answer: answer.replace(" ", "") == subject,
         "constant": lambda subject, answer: answer == f"`{subject.upper()}`",
         "snake": lambda subject, answer: answer == f"`{subject.replace(' ', '_')}`",
         "count": lambda subject, answer: answer == f"Parameters: {len(arguments_of(subject))}.",
-        "defaults": lambda subject, answer: answer == f"With a default: {optional(subject)}.",
+        "optional": lambda subject, answer: answer == f"With a default: {optional(subject)}.",
+        "default": lambda subject, answer: answer == f"It is {asked(subject)}" and not answer.endswith("None"),
     }
     for row in lines_of(made, "conversations_val"):
         check = right.get(row["kind"])
@@ -279,7 +284,7 @@ def test_formats_refuse(kind, answer):
 
 
 def test_baselines_by_hand():
-    question = lambda subject, core: kinds.Question("defaults", subject, f"Of `{subject}`?", f"With a default: {core}.")
+    question = lambda subject, core: kinds.Question("optional", subject, f"Of `{subject}`?", f"With a default: {core}.")
     # The first one shares the most trigrams with everything, by its length alone: it must not be the nearest.
     train = [question("read(path, mode='r') walk(top, hidden=False, size=0) sort(items, key=None, long=0)", "long"),
              question("read(path, mode='r')", "mode"), question("walk(top, hidden=False)", "hidden"),
@@ -287,7 +292,7 @@ def test_baselines_by_hand():
     held_out = [question("read(path, mode='rb')", "mode"), question("walks(top, hidden=True)", "hidden"),
                 question("zip(first, size=0)", "size"),
                 question("sort(items, key=None, reverse=False)", "key, reverse")]
-    bar = baselines("defaults", train, held_out)
+    bar = baselines("optional", train, held_out)
     assert (bar["constant"], bar["constant_answer"]) == (0.25, "With a default: mode.")
     assert bar["nearest"] == 0.5
     assert (bar["copied"], bar["copy"]) == ("the last name", 0.25)        # elsewhere rb, True and False stand last
