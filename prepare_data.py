@@ -19,8 +19,8 @@ Inputs are WARC (also .gz, .zst), WET, JSON lines with a "text", and text files.
 
 Written in data_dir: docs/*.jsonl.zst, audit.json (what became of every page, and why), tokens/, and work/, which holds
 each input file's cleaned pages, so that a changed input or a kill costs only the files that it touched; work/ may be
-deleted. Every result carries the hash of all that it was made from: inputs, configuration, program, tokenizer. Called again,
-the script redoes exactly what no longer fits, and says so.
+deleted. Every result carries the hash of all that it was made from: inputs, configuration, program, tokenizer. Called
+again, the script redoes exactly what no longer fits, and says so.
 """
 
 import concurrent.futures
@@ -52,7 +52,7 @@ from prepare.warc import read_pages
 
 data_dir = "data/demo"            # everything is written in here
 inputs: tuple[str] = ()           # files, folders or globs
-corpus = ""                       # "pydoc": make an archive of Python's documentation in data_dir/input, and read it too
+corpus = ""                       # "pydoc": make an archive of Python's documentation in data_dir/input, and read it
 corpus_modules = 0                # how many modules of it; 0 for all
 max_decompressed = 64 * 2 ** 30   # bytes that one input file may unpack to; the rest of it is dropped, and counted
 main_content = False              # extract without menus, headers and footers
@@ -173,7 +173,8 @@ def clean_file(path, target, settings, alone=True):
         places.append(place(page, settings["val_pinned"]))
     documents.close()
     with open(f"{target}.npz.tmp", "wb") as file:
-        np.savez(file, hashes=np.array(hashes, dtype=np.uint64).reshape(-1, 2), places=np.array(places, dtype=np.float64),
+        np.savez(file, places=np.array(places, dtype=np.float64),
+                 hashes=np.array(hashes, dtype=np.uint64).reshape(-1, 2),
                  signatures=np.array(signatures, dtype=np.uint32).reshape(len(hashes), len(minhash.a)))
         publish(file, f"{target}.npz")
     # Whole: nothing of the file was lost on the way. A truncated file is never reported as clean.
@@ -222,18 +223,18 @@ def notes(page):
 def place(page, pinned):
     """Where a page lies in [0, 1): below val_fraction it is held out. 0 for pinned pages.
 
-    It depends on the URL alone, so a page keeps its side when other pages come and go, and all versions of a page are on
-    the same one. Pages without a URL (JSON lines, text files) go by their text.
+    It depends on the URL alone, so a page keeps its side when other pages come and go, and all versions of a page are
+    on the same one. Pages without a URL (JSON lines, text files) go by their text.
     """
     url = page["url"].partition("#")[0]
     if any(fnmatchcase(url, pattern) for pattern in pinned):
         return 0.0
-    key = hashlib.blake2b((url or page["text"]).encode("utf-8"), digest_size=7).digest()      # 56 bits: exact in a float
-    return int.from_bytes(key, "big") / 2 ** 56
+    key = hashlib.blake2b((url or page["text"]).encode("utf-8"), digest_size=6).digest()
+    return int.from_bytes(key, "big") / 2 ** 48                # below 2^53: exact
 
 
 def clean_inputs(paths, config, work, program, clock):
-    """[(target, counts)] of every input file, in order; those done before with the same everything are not done again."""
+    """[(target, counts)] of every input file, in order. What was done before with the same everything is done."""
     settings = {name: getattr(config, name) for name in CLEAN_KEYS}
     work.mkdir(parents=True, exist_ok=True)
     targets = []
@@ -255,13 +256,14 @@ def clean_inputs(paths, config, work, program, clock):
                 for job in progress(concurrent.futures.as_completed(jobs), len(jobs), "cleaning files"):
                     job.result()
             except concurrent.futures.BrokenExecutor:
-                refuse("a worker process died while cleaning, perhaps for want of memory. What was finished is kept; run "
-                       "the same command again, with --workers=1 to see at which file it happens.")
+                refuse("a worker process died while cleaning, perhaps for want of memory. What was finished is kept; "
+                       "run the same command again, with --workers=1 to see at which file it happens.")
     else:
         for path, target in todo:
             clean_file(path, target, settings)
     done = [(target, read_json(target.with_suffix(".json"))) for target in targets]
-    clock.say(f"cleaned {len(todo)} of {len(paths)} input files: {sum(c['documents'] for _, c in done):,} documents left")
+    left = sum(counts["documents"] for _, counts in done)
+    clock.say(f"cleaned {len(todo)} of {len(paths)} input files: {left:,} documents left")
     return done
 
 
@@ -350,7 +352,8 @@ def write_tokens(config, tokenizer, key, audit, clock):
     """docs/ -> tokens/: every document as BOS text EOS. index.json comes last and makes the shards valid."""
     folder = Path(config.data_dir) / "tokens"
     if tokenizer.bos_id is None or tokenizer.eos_id is None:
-        refuse(f"the tokenizer in {folder.parent / 'tokenizer'} has no BOS or no EOS token, and documents are BOS text EOS")
+        refuse(f"the tokenizer in {folder.parent / 'tokenizer'} has no BOS or no EOS token, but documents are stored "
+               "as BOS text EOS")
     folder.mkdir(exist_ok=True)
     (folder / "index.json").unlink(missing_ok=True)
     splits = {}
@@ -487,7 +490,8 @@ def prepare(config, root):
 
     # 2. Clean each input file by itself.
     done = clean_inputs(paths, config, root / "work", program, clock)
-    remove_others(root / "work", "*", [target.name + end for target, _ in done for end in (".jsonl.zst", ".npz", ".json")])
+    ends = (".jsonl.zst", ".npz", ".json")
+    remove_others(root / "work", "*", [target.name + end for target, _ in done for end in ends])
 
     # 3. Deduplicate over all of them, split by page, write documents and audit.
     source_hash = digest([target.name for target, _ in done])

@@ -132,7 +132,7 @@ def publish(file, path):
 def write_index(folder, tokenizer, splits, **origin):
     """Write index.json, which makes the shards valid: until it is there they do not exist for any reader.
 
-    splits: {"train": what ShardWriter.close gave, ...}; origin: further entries that say what the shards were made from.
+    splits: {"train": what ShardWriter.close gave, ...}; origin: more entries, which say what the shards were made from.
     """
     write_json(Path(folder) / "index.json", {
         "dtype": "uint16" if dtype_for(tokenizer.vocab_size) == np.dtype("<u2") else "uint32",
@@ -177,7 +177,8 @@ class TokenData:
         size = path.stat().st_size if path.exists() else None
         if size != count * dtype.itemsize:
             found = "is missing" if size is None else f"has {size:,} bytes"
-            refuse(f"{path} {found}, expected {count * dtype.itemsize:,} bytes. Make the shards anew with\n    {rebuild}")
+            refuse(f"{path} {found}, expected {count * dtype.itemsize:,} bytes. "
+                   f"Make the shards anew with\n    {rebuild}")
         return np.memmap(path, dtype, "r", shape=(count,))
 
     def read(self, start, count):
@@ -193,7 +194,7 @@ class TokenData:
         return result
 
     def check(self):
-        """Problems found by comparing every file with its checksum (reads everything: for doctors, not for each start)."""
+        """Problems found by comparing every file with its checksum. Reads everything: not for each start."""
         entry = self.index["splits"][self.split]
         problems = []
         for file in [*entry["files"], entry["offsets"]]:

@@ -1,8 +1,8 @@
 """The embedded corpus: Python's standard library as a web archive, made on the user's own machine, with planted noise.
 
-Each importable module becomes one page, rendered with pydoc by child processes (prepare/render.py). The pages are written
-as a crawler would have: a .warc.gz with one gzip member a record, a request and a response record for each page. Noise of
-known number goes in between, so that every filter has work and the audit can be checked against PLANTED.
+Each importable module becomes one page, rendered with pydoc by child processes (prepare/render.py). The pages are
+written as a crawler would have: a .warc.gz with one gzip member a record, a request and a response for each page. Noise
+of known number goes in between, so that every filter has work and the audit can be checked against PLANTED.
 
 Two runs on one machine give the same bytes: dates and record ids are fixed, pages are rendered in blocks of fixed size
 whatever the number of processes, and what differs from run to run (addresses, local paths) is scrubbed.
@@ -55,8 +55,8 @@ PAGES_HOST = "pydoc.example"
 DATE = "2024-01-01T00:00:00Z"
 
 # -s -P -S: no user or site packages and no current folder on the path, so that only the standard library is found; -B:
-# write no bytecode. That is -I with the environment still read, from which, however, everything has been removed: -I would
-# ignore PYTHONHASHSEED, which fixes the order in which sets are printed.
+# write no bytecode. That is -I but for the environment, from which everything else has been removed: -I would not read
+# PYTHONHASHSEED, which fixes the order in which sets are printed.
 ISOLATED = ["-s", "-P", "-S", "-B"]
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8"}
 BLOCK = 24                 # modules a child renders: what was imported before shows in some pages, so it is fixed
@@ -97,7 +97,8 @@ def render_block(folder, modules):
         if begun and begun[-1] not in pages:
             pages[begun[-1]] = {"skipped": f"the interpreter died or took more than {TIME_LIMIT} s"}
         if not begun:
-            refuse(f"{sys.executable} cannot render module pages: it answers nothing when run with {' '.join(ISOLATED)}")
+            refuse(f"{sys.executable} cannot render module pages: it answers nothing when run with "
+                   f"{' '.join(ISOLATED)}")
         left = [module for module in left if module not in pages]
     return [(module, pages[module].get("html"), pages[module].get("skipped")) for module in modules]
 
@@ -127,15 +128,15 @@ def render_pages(folder, limit, progress):
 # The noise
 
 WHO = ("the old librarian", "a young surveyor", "my neighbour", "the ferryman", "our teacher", "a travelling cook",
-       "the clockmaker", "her cousin", "the night guard", "a quiet gardener", "the postmaster", "an engineer from the north")
+       "the clockmaker", "her cousin", "the night guard", "a quiet gardener", "the postmaster", "an engineer from afar")
 DID = ("carried", "repaired", "counted", "described", "painted", "borrowed", "forgot", "discovered", "sold", "hid",
        "measured", "admired")
-WHAT = ("a heavy brass key", "three letters without stamps", "the map of the harbour", "an umbrella with a broken handle",
+WHAT = ("a heavy brass key", "three letters without stamps", "the map of the harbour", "an umbrella with a bent handle",
         "the last jar of honey", "a box of coloured glass", "the bell from the chapel", "a notebook full of numbers",
-        "two loaves of warm bread", "the picture of a lighthouse", "a bicycle with no chain", "the recipe for plum cake")
+        "two loaves of warm bread", "a picture of a lighthouse", "a bicycle without a chain", "a recipe for plum cake")
 WHERE = ("behind the station", "near the frozen river", "under the wooden bridge", "in the attic of the school",
-         "at the edge of the market", "on the road to the mill", "beside the empty fountain", "in a garden full of nettles",
-         "on the second floor of the museum", "between two rows of poplars", "close to the harbour wall", "in the bakery")
+         "at the edge of the market", "on the road to the mill", "beside the dry fountain", "in a garden full of weeds",
+         "on the first floor of the museum", "between two rows of elms", "close to the harbour wall", "in the bakery")
 WHY = ("because the winter had been long", "although nobody had asked for it", "before the first train arrived",
        "while the children were asleep", "after the rain had stopped at last", "without saying a word to anyone",
        "so that it would not be lost again", "as if it were the most natural thing", "until the lamps were lit",
@@ -194,7 +195,7 @@ def planted():
             elif kind == "undecodable":
                 body = b"<html><body>" + draw.randbytes(3000).replace(b"<", b"\xff") + b"\xff\xfe</body></html>"
             elif kind == "script_only":
-                html = f"<html><head><script>var n = {number};</script></head><body><script>start(n)</script></body></html>"
+                html = f"<html><head><script>n = {number};</script></head><body><script>go(n)</script></body></html>"
             elif kind == "boilerplate":
                 html = page_of(title, ["Home", "Products", "About us", "Contact", f"Copyright 20{number:02d}"])
             elif kind in ("german", "spanish", "japanese"):
@@ -217,13 +218,14 @@ def planted():
                 end = html.rindex(". ") + 2
                 html = html[:end] + story(draw, 1)[0] + html[html.index("</p>", end):]
             elif kind == "latin1_as_utf8":
-                sentences = [sentence.replace("notebook", "café notebook") for sentence in sentences] + ["Café Zoë is là."]
+                sentences = [sentence.replace("notebook", "café notebook") for sentence in sentences] + ["Là, Zoë?"]
                 charset = "cp1252"
             elif kind == "utf8_as_latin1":
                 sentences = sentences + ["The café “Zoë” is over there — voilà."]
                 media = "text/html; charset=iso-8859-1"
             elif kind == "controls":
-                sentences = [s.replace(" ", " \u202e\u200b", 1).replace(".", "\u202c.\u00ad&#0;\x00") for s in sentences]
+                sentences = [sentence.replace(" ", " \u202e\u200b", 1).replace(".", "\u202c.\u00ad&#0;\x00")
+                             for sentence in sentences]
             body = body or (html or page_of(title, sentences)).encode(charset)
             yield kind, number, status, media, body
 
@@ -232,7 +234,7 @@ def planted():
 # The archive
 
 def record(kind, url, block, media):
-    """One WARC record (ISO 28500) as its own gzip member. Its id is made from what it holds, so it is always the same."""
+    """One WARC record (ISO 28500). Its id is made from its kind and URL, so it is always the same."""
     name = uuid.uuid5(uuid.NAMESPACE_URL, f"{kind} {url}")
     lines = ["WARC/1.0", f"WARC-Type: {kind}", f"WARC-Record-ID: <urn:uuid:{name}>", f"WARC-Date: {DATE}",
              *([f"WARC-Target-URI: {url}"] if url else []), f"Content-Type: {media}", f"Content-Length: {len(block)}"]
@@ -290,7 +292,8 @@ def build_corpus(folder, limit, progress):
     folder = Path(folder)
     archive, marker = folder / "pydoc.warc.gz", folder / "pydoc.json"
     sources = [Path(__file__), Path(__file__).with_name("render.py")]
-    made_by = hashlib.sha256(repr([sys.version, limit, [sha256_file(source) for source in sources]]).encode()).hexdigest()
+    program = [sha256_file(source) for source in sources]
+    made_by = hashlib.sha256(repr([sys.version, limit, program]).encode()).hexdigest()
     if marker.exists() and archive.exists():
         known = read_json(marker)
         if known["made_by"] == made_by and known["sha256"] == sha256_file(archive):

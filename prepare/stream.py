@@ -118,7 +118,7 @@ def _unzstd(file, losses):
 
 
 class Window:
-    """A buffer over a stream of pieces from which lines and blocks are taken, and to which a block can be given back."""
+    """A buffer over a stream of pieces, from which lines and blocks are taken and to which they can be given back."""
 
     def __init__(self, pieces):
         self.pieces = iter(pieces)

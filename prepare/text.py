@@ -23,7 +23,7 @@ def codec_of(label):
 
 
 def decode(body, http_charset, is_html):
-    """(text, how, codec): the text, which hint it was decoded by (bom, utf-8, http, meta, detected or replaced), and as what.
+    """(text, how, codec): the text, by which hint it was decoded (bom, utf-8, http, meta, detected, replaced), as what.
 
     Strict UTF-8 is tried before anything declared: other encodings almost never happen to be valid UTF-8, so this
     mends most wrong labels. The exceptions are 7-bit encodings, which look like ASCII: those are believed.
@@ -60,7 +60,7 @@ def extract(html, main_content):
     text = extract_plain_text(PARAGRAPH_BEFORE.sub("<p>&nbsp;</p><", html), main_content=main_content,
                               preserve_formatting=True, alt_texts=False, links=False, form_fields=False, noscript=False)
     if "\ufffd" not in html:
-        text = text.replace("\ufffd", "")          # made by the HTML parser from NUL and from references to no character
+        text = text.replace("\ufffd", "")          # the HTML parser's answer to NUL and to references to no character
     # The extractor puts tabs between the cells of a table. An empty first cell leaves spaces and tabs before the text.
     return re.sub(r"^[ \xa0]*[ \xa0]\t[\t \xa0]*", "", text, flags=re.MULTILINE)
 
@@ -85,7 +85,7 @@ def normalise(text):
     # NFC after the invisible ones are gone, since one of them may stand between a letter and its accent.
     text = unicodedata.normalize("NFC", INVISIBLE.sub("", LINE_ENDS.sub("\n", text)))
     text = OTHER_SPACES.sub(" ", text)
-    # Line by line: as one regular expression, "spaces before the end of a line" takes quadratic time on a run of spaces.
+    # Line by line: as one regular expression, "spaces before the end of a line" takes quadratic time on many spaces.
     lines = [tidy_line(line) for line in text.split("\n")]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
 

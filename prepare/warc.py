@@ -50,7 +50,7 @@ def read_pages(path, losses, max_decompressed=1 << 40):
 # WARC records
 
 def warc_pages(window, losses):
-    """Pages of `response` (HTTP) and `conversion` (WET: already text) records; other kinds are counted and passed over."""
+    """Pages of `response` (HTTP) and `conversion` (WET: text already) records; other kinds are only counted."""
     for headers, block in records(window, losses):
         kind = headers.get("warc-type", "").lower()
         losses["records"] += 1
@@ -76,7 +76,7 @@ def warc_pages(window, losses):
 
 
 def records(window, losses):
-    """Yield (headers, block) of each WARC record. Never splits on text inside a block whose declared length is right."""
+    """Yield (headers, block) of each record. Never splits on text inside a block whose declared length is right."""
     skipped = 0
     while True:
         line = window.line(LINE_LIMIT)
@@ -188,7 +188,7 @@ def unchunk(body):
     while True:
         head = CHUNK_HEAD.match(body, at)
         if not head:
-            return bytes(whole) + body[at:].strip(b"\r\n")             # not, or no longer, chunked: better kept than lost
+            return bytes(whole) + body[at:].strip(b"\r\n")            # not chunked, or no longer: better kept than lost
         size = int(head.group(1), 16)
         if size == 0:
             return bytes(whole)
@@ -258,7 +258,8 @@ def json_page(line):
     if isinstance(item.get("id"), (str, int)):
         page["id"] = str(item["id"])
     # Half of a surrogate pair is valid JSON ("\\ud83d") but no text: nothing could be written with it.
-    return {key: value.encode("utf-8", "replace").decode() if isinstance(value, str) else "" for key, value in page.items()}
+    return {key: value.encode("utf-8", "replace").decode() if isinstance(value, str) else ""
+            for key, value in page.items()}
 
 
 def text_pages(window, losses, path):

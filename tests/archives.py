@@ -6,8 +6,8 @@ import gzip
 def record(kind, block, url="http://a.example/", eol=b"\r\n", length=None, extra=()):
     """One WARC record. length: the text of its Content-Length, by default the right one; "" leaves the header out."""
     length = str(len(block)) if length is None else length
-    lines = [b"WARC/1.0", b"WARC-Type: " + kind.encode(), b"WARC-Target-URI: " + url.encode(), b"WARC-Date: 2020-01-01T00:00:00Z",
-             b"WARC-Record-ID: <urn:uuid:" + url.encode() + b">", *extra]
+    lines = [b"WARC/1.0", b"WARC-Type: " + kind.encode(), b"WARC-Target-URI: " + url.encode(),
+             b"WARC-Date: 2020-01-01T00:00:00Z", b"WARC-Record-ID: <urn:uuid:" + url.encode() + b">", *extra]
     if length:
         lines.append(b"Content-Length: " + length.encode())
     return eol.join(lines) + eol + eol + block + eol + eol

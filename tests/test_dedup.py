@@ -43,7 +43,8 @@ def jaccard(a, b):
 def test_r30_clusters_keep_one_unique_ones_stay_and_short_ones_are_not_merged():
     base = text_of(1)
     texts = [base, base, base, with_changes(base, 2), with_changes(base, 3, 1),
-             *(text_of(seed) for seed in range(10, 15)), "", "two words", "other words", "two words", "!", "?", "a b c d"]
+             *(text_of(seed) for seed in range(10, 15)),
+             "", "two words", "other words", "two words", "!", "?", "a b c d"]
     chosen, _ = kept_of(texts)
     assert chosen[:5] == [0] * 5
     assert chosen[5:10] == [5, 6, 7, 8, 9]
@@ -100,7 +101,7 @@ def test_pairs_at_the_threshold_are_found():
 def test_the_family_is_affine_and_its_mixer_a_bijection():
     x = np.arange(1 << 16, dtype=np.uint32) * np.uint32(65537)
     assert len(np.unique(fmix32(x))) == len(x)
-    assert [int(v) for v in fmix32(np.array([0, 1, 2], dtype=np.uint32))] == [0, 0x514E28B7, 0x30F4C306]    # MurmurHash3
+    assert fmix32(np.array([0, 1, 2], dtype=np.uint32)).tolist() == [0, 0x514E28B7, 0x30F4C306]      # MurmurHash3's
     assert int(fmix32(np.array([0xDEADBEEF], dtype=np.uint32))[0]) == 0x0DE5C6A9
     minhash = MinHash(2, 3, 9)
     text = text_of(5, 40)

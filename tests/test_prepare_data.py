@@ -1,4 +1,4 @@
-"""prepare_data.py as a whole: formats in, documents, audit and shards out; reruns, kills, changed inputs, and clear errors."""
+"""prepare_data.py as a whole: formats in, documents and shards out; reruns, kills, changed inputs, clear errors."""
 
 import gzip
 import json
@@ -75,7 +75,8 @@ def archive(path, names, host="http://a.example/"):
     return path
 
 
-NAMES = ("alder", "birch", "cedar", "dogwood", "elder", "fir", "ginkgo", "hazel", "ironwood", "juniper", "larch", "maple")
+NAMES = ("alder", "birch", "cedar", "dogwood", "elder", "fir", "ginkgo", "hazel", "ironwood", "juniper",
+         "larch", "maple")
 
 
 @pytest.fixture
@@ -135,8 +136,8 @@ def test_r30_d28_duplicates_over_all_files(tmp_path):
     for name, pages in (("x", ("alder", "birch")), ("y", ("alder", "cedar")), ("z", ("alder", "birch", "dogwood"))):
         archive(folder / f"{name}.warc.gz", pages, f"http://{name}.example/")
     run(tmp_path / "d", folder)
-    assert sorted(texts(tmp_path / "d")) == ["http://x.example/alder", "http://x.example/birch", "http://y.example/cedar",
-                                             "http://z.example/dogwood"]
+    assert sorted(texts(tmp_path / "d")) == ["http://x.example/alder", "http://x.example/birch",
+                                             "http://y.example/cedar", "http://z.example/dogwood"]
 
 
 def test_d9_real_common_crawl_files(tmp_path, shared_data, capsys):
@@ -179,7 +180,8 @@ def test_the_split_is_by_page_and_stays_when_pages_come_and_go(tmp_path):
     for document in documents(tmp_path / "d"):
         page = document["url"].partition("#")[0]
         assert after.setdefault(page, document["split"]) == document["split"]
-    assert all(after[url] == split for url, split in before.items() if url in after) and len(set(after) & set(before)) > 80
+    assert all(after[url] == split for url, split in before.items() if url in after)
+    assert len(set(after) & set(before)) > 80
 
 
 def test_more_is_held_out_by_a_larger_fraction_and_pinned_pages_always(tmp_path):
@@ -226,8 +228,8 @@ def test_shards_are_bos_text_eos_and_markers_in_text_stay_text(tmp_path, byte_to
 
 
 def test_r28_a_large_vocabulary_gives_uint32(tmp_path, inputs, byte_tokenizer):
-    extra = sorted({f"{a}{b}{c}{d}".encode() for a in "abcdefghij" for b in "klmnopqrst" for c in "uvwxyzabcdefghijklmno"
-                    for d in "abcdefghijklmnopqrstuvwxyzABCDEFGHI"})
+    extra = sorted({f"{a}{b}{c}{d}".encode() for a in "abcdefghij" for b in "klmnopqrst"
+                    for c in "uvwxyzabcdefghijklmno" for d in "abcdefghijklmnopqrstuvwxyzABCDEFGHI"})
     tokenizer = byte_tokenizer(tmp_path / "d", *extra)
     assert tokenizer.bos_id > 70_000
     run(tmp_path / "d", inputs)
@@ -323,7 +325,8 @@ def test_d31_killed_at_any_moment_the_next_call_gives_the_same_bytes(tmp_path, r
     script.write_text(
         f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
         "import test_prepare_data as t, prepare_data\nfrom pathlib import Path\n"
-        "made = t.save_tokenizer(Path(sys.argv[1])); (Path(sys.argv[1]) / 'tokenizer/tokenizer.json').write_text('{}')\n"
+        "made = t.save_tokenizer(Path(sys.argv[1]))\n"
+        "(Path(sys.argv[1]) / 'tokenizer/tokenizer.json').write_text('{}')\n"
         "prepare_data.Tokenizer.load = classmethod(lambda cls, path: made)\n"
         "print('begin', flush=True)\n"
         "t.run(sys.argv[1], sys.argv[2], '--shard_tokens=9000')\n")
@@ -365,7 +368,8 @@ def refused(capsys, *words, arguments):
 
 def test_inputs_that_do_not_exist(tmp_path, capsys):
     refused(capsys, "nothing to read", "--corpus=pydoc", arguments=[f"--data_dir={tmp_path}"])
-    refused(capsys, "'no/*.gz' matches no file", "'nor.this'", arguments=[f"--data_dir={tmp_path}", "--inputs=no/*.gz,nor.this"])
+    refused(capsys, "'no/*.gz' matches no file", "'nor.this'",
+            arguments=[f"--data_dir={tmp_path}", "--inputs=no/*.gz,nor.this"])
     (tmp_path / "empty").mkdir()
     refused(capsys, "matches no file", arguments=[f"--data_dir={tmp_path}", f"--inputs={tmp_path / 'empty'}"])
 
@@ -384,7 +388,8 @@ def test_an_empty_result_names_the_filter(tmp_path, capsys):
                 arguments=[f"--data_dir={tmp_path / 'd'}", f"--inputs={tmp_path / 'a.jsonl'}"])
     assert "short" in (tmp_path / "d" / "audit.json").read_text()
     (tmp_path / "a.jsonl").write_text("")
-    refused(capsys, "no documents at all", arguments=[f"--data_dir={tmp_path / 'd'}", f"--inputs={tmp_path / 'a.jsonl'}"])
+    refused(capsys, "no documents at all",
+            arguments=[f"--data_dir={tmp_path / 'd'}", f"--inputs={tmp_path / 'a.jsonl'}"])
 
 
 def test_an_unreadable_input(tmp_path, capsys, inputs, monkeypatch):
@@ -417,7 +422,8 @@ def test_a_full_disk_is_one_sentence_and_costs_nothing(tmp_path, byte_tokenizer)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)))
     assert done.returncode == 2, done.stderr
-    assert "cannot go on" in done.stderr and "run the same command again" in done.stderr and "Traceback" not in done.stderr
+    assert "cannot go on" in done.stderr and "run the same command again" in done.stderr
+    assert "Traceback" not in done.stderr
     after = results(tmp_path / "d")
     assert {name: after[name] for name in before if not name.startswith("work/")} == \
         {name: before[name] for name in before if not name.startswith("work/")}
@@ -444,7 +450,8 @@ def test_r29_a_worker_that_dies_ends_the_run_within_seconds(tmp_path, inputs, ca
         "def dies(page, settings): os.kill(os.getpid(), 9)\n"
         "if __name__ == '__mp_main__': prepare_data.FILTERS = (dies,)\n"
         "if __name__ == '__main__':\n"
-        f"    prepare_data.main(configure(vars(prepare_data), ['--data_dir={tmp_path / 'd'}', '--inputs={inputs}', '--workers=2']))\n")
+        f"    prepare_data.main(configure(vars(prepare_data), ['--data_dir={tmp_path / 'd'}', '--inputs={inputs}',\n"
+        "                                                     '--workers=2']))\n")
     start = time.perf_counter()
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "a worker process died" in done.stderr and time.perf_counter() - start < 40
@@ -461,7 +468,8 @@ def test_a_damaged_input_is_reported_and_the_rest_is_used(tmp_path, inputs, caps
 
 
 def test_hostile_urls_and_ids_do_not_stop_anything(tmp_path):
-    urls = ["http://[::bad/", "http://\ud800.example/", "", "javascript:x", "http://a.example/" + "x" * 100_000, "\x1b[31m"]
+    urls = ["http://[::bad/", "http://\ud800.example/", "", "javascript:x", "http://a.example/" + "x" * 100_000,
+            "\x1b[31m"]
     lines = [json.dumps({"text": prose(name), "url": url, "id": url}) for name, url in zip(NAMES, urls)]
     lines += [json.dumps({"text": "short", "url": url}) for url in urls]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))

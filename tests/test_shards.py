@@ -1,4 +1,4 @@
-"""Token shards and the order of blocks: what is written is what is read, nothing wraps, every block comes once an epoch."""
+"""Token shards and the order of blocks: what is written is read, nothing wraps, every block comes once an epoch."""
 
 import collections
 import json
@@ -178,13 +178,15 @@ def test_n_blocks_covers_every_target_once():
     for n_tokens in range(0, 40):
         for block_size in (1, 4, 7):
             count = n_blocks(n_tokens, block_size)
-            assert count * block_size >= max(0, n_tokens - 1) > (count - 1) * block_size or count == 0 == max(0, n_tokens - 1)
+            targets = max(0, n_tokens - 1)
+            assert count == 0 == targets or count * block_size >= targets > (count - 1) * block_size
 
 
 @pytest.mark.parametrize("blocks, per_step", [(10, 3), (10, 10), (3, 10), (1, 4), (7, 1)])
 def test_r10_r11_every_epoch_visits_every_block_once_for_ever(blocks, per_step):
     epochs = 5
-    stream = np.concatenate([step_blocks(step, per_step, blocks, seed=1) for step in range(-(-epochs * blocks // per_step))])
+    steps = -(-epochs * blocks // per_step)
+    stream = np.concatenate([step_blocks(step, per_step, blocks, seed=1) for step in range(steps)])
     orders = [stream[epoch * blocks:(epoch + 1) * blocks].tolist() for epoch in range(epochs)]
     for order in orders:
         assert sorted(order) == list(range(blocks))
@@ -226,4 +228,5 @@ def test_batches_hold_every_target_once_with_the_right_weights(tmp_path, block_s
 def test_batch_takes_blocks_in_the_given_order(tmp_path):
     data = write(tmp_path, some_documents(12))
     x, y, w = batch(data, np.array([3, 0, 3]), 8)
-    assert np.array_equal(x[0], x[2]) and np.array_equal(x[1], data.read(0, 8)) and np.array_equal(y[0], data.read(25, 8))
+    assert np.array_equal(x[0], x[2]) and np.array_equal(x[1], data.read(0, 8))
+    assert np.array_equal(y[0], data.read(25, 8))

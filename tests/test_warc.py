@@ -1,4 +1,4 @@
-"""The archive reader on damaged, odd and hostile input: nothing crashes, everything readable is read, every loss is counted."""
+"""The archive reader on damaged, odd and hostile input: nothing crashes, what can be read is, every loss is counted."""
 
 import gzip
 import json
@@ -41,7 +41,7 @@ def three(second, **options):
 @pytest.mark.parametrize("pack", [
     bytes, gzip.compress, lambda data: zstandard.compress(data),
     lambda data: members(three(response(html("two"), "http://a.example/2"))),
-    lambda data: members(three(response(html("two"), "http://a.example/2"))) + b"\0" * 70_000,       # tapes pad with zeros
+    lambda data: members(three(response(html("two"), "http://a.example/2"))) + b"\0" * 70_000,     # as tapes do
 ], ids=["plain", "one member", "zstd", "a member a record", "zero padding"])
 def test_the_container_is_told_by_its_bytes_whatever_the_name(tmp_path, pack):
     data = b"".join(three(response(html("two"), "http://a.example/2")))
@@ -96,7 +96,8 @@ def test_what_was_unpacked_before_the_damage_does_not_spoil_the_next_record(tmp_
 
 
 def test_garbage_behind_the_last_member(tmp_path):
-    pages, losses = read_bytes(tmp_path, members(three(response(html("two"), "http://a.example/2"))) + b"garbage" * 9, "x.gz")
+    data = members(three(response(html("two"), "http://a.example/2"))) + b"garbage" * 9
+    pages, losses = read_bytes(tmp_path, data, "x.gz")
     assert urls(pages) == ["1", "2", "3"] and losses["bad_gzip"] == 1
 
 
@@ -136,7 +137,7 @@ def test_d13_the_mark_inside_a_block_of_right_length_is_text(tmp_path):
 
 
 @pytest.mark.parametrize("pack", [b"".join, members], ids=["plain", "members"])
-@pytest.mark.parametrize("wrong", ["short", "long", "missing", "-5", "2 bytes", "1000000000000000", "1" * 400, "+12", "0x1f"])
+@pytest.mark.parametrize("wrong", ["short", "long", "missing", "-5", "2 bytes", "1" + "0" * 15, "1" * 400, "+1", "0x1"])
 def test_d14_wrong_lengths(tmp_path, wrong, pack):
     block = http(html("two"))
     length = {"short": str(len(block) - 4), "long": str(len(block) + 30), "missing": ""}.get(wrong, wrong)
@@ -205,8 +206,9 @@ def test_d15_line_feeds_only(tmp_path):
 
 def test_headers_in_odd_spellings(tmp_path):
     block = http(html("x"))
-    data = (b"\r\n\r\nWARC/1.1\r\nwarc-type:response\r\nWARC-TARGET-URI:\t<http://a.example/odd>\r\nX-Long: one\r\n  two\r\n"
-            b"X-\xff: \xfe\r\nno colon here\r\ncontent-length: " + str(len(block)).encode() + b"\r\n\r\n" + block)
+    data = (b"\r\n\r\nWARC/1.1\r\nwarc-type:response\r\nWARC-TARGET-URI:\t<http://a.example/odd>\r\n"
+            b"X-Long: one\r\n  two\r\nX-\xff: \xfe\r\nno colon here\r\n"
+            b"content-length: " + str(len(block)).encode() + b"\r\n\r\n" + block)
     pages, losses = read_bytes(tmp_path, data)
     assert [page["url"] for page in pages] == ["http://a.example/odd"] and losses == {"records": 1}
 
@@ -244,8 +246,9 @@ def test_d19_status_lines(tmp_path, status):
 
 
 @pytest.mark.parametrize("header, media, charset", [
-    ('"text/html"', "text/html", ""), ('text/html;charset="utf-8"', "text/html", "utf-8"), ("TEXT/HTML", "text/html", ""),
-    ("text/html ; x=1; Charset = 'ISO-8859-1'", "text/html", "ISO-8859-1"), ("", "", ""), ("text/html;;", "text/html", ""),
+    ('"text/html"', "text/html", ""), ('text/html;charset="utf-8"', "text/html", "utf-8"),
+    ("TEXT/HTML", "text/html", ""), ("text/html ; x=1; Charset = 'ISO-8859-1'", "text/html", "ISO-8859-1"),
+    ("", "", ""), ("text/html;;", "text/html", ""),
 ])
 def test_d19_content_types(tmp_path, header, media, charset):
     (page,), _ = read_bytes(tmp_path, response(html("x"), headers=(f"content-TYPE: {header}",)))
@@ -269,18 +272,21 @@ def chunked(body, size=7, eol=b"\r\n", extra=b""):
                          ids=["small", "one", "extension", "lf", "no last chunk", "not chunked at all"])
 def test_d8_chunks_are_undone_only_where_there_are_some(tmp_path, send):
     body = html("Unchunked text\r\n1f40\r\nof two lines" * 9)
-    (page,), _ = read_bytes(tmp_path, response(send(body), headers=("Content-Type: text/html", "Transfer-Encoding: chunked")))
+    headers = ("Content-Type: text/html", "Transfer-Encoding: chunked")
+    (page,), _ = read_bytes(tmp_path, response(send(body), headers=headers))
     assert page["body"] == body
 
 
 @pytest.mark.parametrize("encoding, pack, expected", [
-    ("gzip", gzip.compress, "body"), ("x-gzip", gzip.compress, "body"), ("gzip", bytes, "body"), ("", gzip.compress, "body"),
+    ("gzip", gzip.compress, "body"), ("x-gzip", gzip.compress, "body"), ("gzip", bytes, "body"),
+    ("", gzip.compress, "body"),
     ("deflate", zlib.compress, "body"), ("deflate", lambda data: zlib.compress(data, wbits=-15), "body"),
     ("br", bytes, "content_encoding"), ("gzip", lambda data: b"\x1f\x8b\x08" + data, "content_encoding"),
 ])
 def test_d7_bodies_are_unpacked_by_what_they_are(tmp_path, encoding, pack, expected):
     body = html("some text " * 20)
-    (page,), _ = read_bytes(tmp_path, response(pack(body), headers=("Content-Type: text/html", f"Content-Encoding: {encoding}")))
+    headers = ("Content-Type: text/html", f"Content-Encoding: {encoding}")
+    (page,), _ = read_bytes(tmp_path, response(pack(body), headers=headers))
     assert page.get("drop") == expected if expected != "body" else page["body"] == body
 
 
