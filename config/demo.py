@@ -8,8 +8,8 @@ Keys at the top are for every script that has them; a dict named like a script i
 data_dir = "data/demo"
 out_dir = "out/demo"
 
-# The documents are Python's own documentation. It is no prose: Gopher's rules would keep about one page in 600, so the
-# guards alone decide here.
+# The documents are Python's own documentation. It is no prose: Gopher's rules (--rules=gopher_quality,gopher_repetition)
+# would drop 261 of the 542 pages, mostly for lines that recur, as "Methods inherited from" must. The guards alone decide.
 prepare_data = dict(corpus="pydoc")
 
 # 5.9 million parameters: what two cores can train in about five minutes, on 1.2 epochs of the text. Every token counts in so
