@@ -29,13 +29,13 @@ import torch
 
 from configurator import configure
 from engine import chat, checkpoint, rl
-from engine.files import sha256_file, write_json
+from engine.files import write_json
 from engine.generate import generate
-from engine.hf import load_model
+from engine.hf import find_folder, load_model
 from engine.monitor import Monitor
 from engine.optim import adamw, clip, lr_at, set_lr
 from engine.parallel import accumulating, all_sum, barrier, finish, start, wrap
-from engine.run import continue_run, open_run, refuse_once
+from engine.run import open_run, refuse_once
 from engine.shards import step_blocks
 
 data_dir = "data/demo"         # its chat/ holds the preferences
@@ -204,22 +204,21 @@ def show(result, folder):
 def main(config):
     # 1. Where we are, and whether there is anything left to do.
     setup = start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
-    run, lock = open_run(config, "reward", setup)
+    started, data = time.perf_counter(), Path(config.data_dir) / "chat"
+    train_file, source = data / "preferences_train.jsonl", find_folder(config.init_from or Path(config.out_dir) / "sft")
+    if not train_file.exists():
+        refuse_once(setup, f"{train_file} is missing; the demonstration's is made by: {config.command('prepare_chat')}")
+    run, lock = open_run(config, "reward", setup, model=source, pairs=train_file)
     if lock is None:
         return
-    started, data = time.perf_counter(), Path(config.data_dir) / "chat"
 
     # 2. The starting model, and its trunk once more under a head of one number.
-    source = config.init_from or Path(config.out_dir) / "sft"
     policy, tokenizer = load_model(source)
     model, _ = load_model(source, kind="scalar")
     policy.to(setup.device).eval()
     model.to(setup.device).eval()                                          # dropout would be noise in a difference
 
     # 3. The pairs, and what is asked of them.
-    train_file = data / "preferences_train.jsonl"
-    if not train_file.exists():
-        refuse_once(setup, f"{train_file} is missing; the demonstration's is made by: {config.command('prepare_chat')}")
     train, too_long = read_pairs(train_file, tokenizer, model.config.block_size)
     train = train[:config.max_pairs or None]
     problems = []
@@ -237,8 +236,7 @@ def main(config):
     # 4. Training, from wherever the last full checkpoint stands.
     optimizer = adamw(model, config.learning_rate, config.weight_decay)
     wrapped = wrap(model, setup)
-    origin = {"pairs": sha256_file(train_file), "tokenizer": tokenizer.hash}
-    state = continue_run(run, {"model": model}, {"model": optimizer}, origin, setup)
+    state = checkpoint.resume(run, {"model": model}, {"model": optimizer}, setup) or {"step": 0}
     first, before, warmup = state["step"], state.get("seconds", 0.0), int(config.warmup_share * steps)
     monitor = Monitor(run, setup, steps, first, label="reward")
     for step in range(first, steps):
@@ -267,7 +265,7 @@ def main(config):
             line = f"loss {loss:.4f}  ranked right {accuracy:.1%}"
             monitor.log(step + 1, line, loss=loss, accuracy=accuracy, lr=lr, grad_norm=norm)
         if (step + 1) % config.save_full == 0 and step + 1 < steps:
-            facts = {**origin, "seconds": before + time.perf_counter() - started}
+            facts = {"seconds": before + time.perf_counter() - started}
             checkpoint.save_full(run, step + 1, {"model": model}, {"model": optimizer}, facts, setup)
             if setup.is_main:
                 checkpoint.prune(run, "full", keep=1)

@@ -46,14 +46,14 @@ import torch
 from chatdata import remark
 from configurator import configure, refuse
 from engine import chat, checkpoint, rl
-from engine.files import printable, sha256_file, write_json
+from engine.files import printable, write_json
 from engine.generate import generate
-from engine.hf import load_model
+from engine.hf import find_folder, load_model
 from engine.loss import logprobs
 from engine.monitor import Monitor
 from engine.optim import adamw, clip, lr_at, set_lr
 from engine.parallel import accumulating, all_sum, barrier, finish, start, wrap
-from engine.run import continue_run, open_run, refuse_once
+from engine.run import open_run, refuse_once
 from engine.shards import step_blocks
 
 data_dir = "data/demo"         # its chat/ holds the prompts
@@ -251,15 +251,6 @@ def means(sums, steps, first_ratio, stopped):
             "first_ratio": first_ratio, "optimizer_steps": steps, "stopped_early": stopped}
 
 
-def digest(model):
-    """sha256 over the weights: a run that is continued must have the reference and the reward model that it began
-    with."""
-    found = hashlib.sha256()
-    for parameter in model.parameters():
-        found.update(parameter.detach().cpu().numpy().tobytes())
-    return found.hexdigest()
-
-
 def seed_of(*parts):
     """A seed that is a function of its parts, say (seed, purpose, update, rank): nothing random is carried from one
     update to the next, so a resumed run draws what it would have drawn."""
@@ -449,15 +440,21 @@ def main(config):
     setup = start(config.device, dtype, config.deterministic, config.threads, config.seed)
     if problems := problems_of(config, setup):
         refuse_once(setup, *problems)
-    run, lock = open_run(config, "ppo", setup)
+    started, data = time.perf_counter(), Path(config.data_dir) / "chat"
+    files = {name: data / f"prompts_{name}.jsonl" for name in ("train", "val")}
+    if missing := [str(file) for file in files.values() if not file.exists()]:
+        refuse_once(setup, f"missing: {', '.join(missing)}. The demonstration makes them by: "
+                    + config.command("prepare_chat.py"))
+    policy_folder = find_folder(config.policy_from or Path(config.out_dir) / "sft")
+    reward_folder = find_folder(config.reward_from or Path(config.out_dir) / "reward")
+    run, lock = open_run(config, "ppo", setup, model=policy_folder, reward=reward_folder, prompts=files["train"])
     if lock is None:
         return
-    started, data = time.perf_counter(), Path(config.data_dir) / "chat"
 
     # The four networks. All of them stay in eval mode for the whole run: with dropout on, the ratio of new and old
     # probabilities would be noise.
-    policy, tokenizer = load_model(config.policy_from or Path(config.out_dir) / "sft")
-    reward, _ = load_model(config.reward_from or Path(config.out_dir) / "reward", kind="scalar")
+    policy, tokenizer = load_model(policy_folder)
+    reward, _ = load_model(reward_folder, kind="scalar")
     policy.to(setup.device).eval()
     reward.to(setup.device).eval().requires_grad_(False)
     reference = copy.deepcopy(policy).requires_grad_(False)
@@ -469,10 +466,6 @@ def main(config):
 
     # The prompts: for training, and held out.
     longest = policy.config.block_size - config.max_new_tokens
-    files = {name: data / f"prompts_{name}.jsonl" for name in ("train", "val")}
-    if missing := [str(file) for file in files.values() if not file.exists()]:
-        refuse_once(setup, f"missing: {', '.join(missing)}. The demonstration makes them by: "
-                    + config.command("prepare_chat.py"))
     (prompts, long), (held_out, _) = (read_prompts(file, tokenizer, longest) for file in files.values())
     if not prompts or not held_out:
         refuse_once(setup, f"{data}: no prompts of at most {longest} tokens (the model's {policy.config.block_size} "
@@ -487,9 +480,7 @@ def main(config):
     trained = wrap(policy, setup), wrap(value, setup)     # gradients pass through these, or the ranks would drift apart
 
     # Where it starts from: a checkpoint of this run, or the held-out numbers of the starting model.
-    origin = {"prompts": sha256_file(files["train"]), "starting model": digest(reference),
-              "reward model": digest(reward)}
-    state = continue_run(run, modules, named, origin, setup)
+    state = checkpoint.resume(run, modules, named, setup) or {"step": 0}
     first, kl_coef, spent = state["step"], state.get("kl_coef", config.kl_coef), state.get("seconds", 0.0)
     held_out = held_out[:config.eval_prompts]
     at_start = state.get("before") or evaluate(policy, reference, reward, held_out, tokenizer, config, setup)
@@ -551,7 +542,7 @@ def main(config):
             monitor.log(update + 1, line.format(**numbers), **numbers)
         if (update + 1) % config.save_full == 0 and update + 1 < config.updates:
             seconds = spent + time.perf_counter() - started
-            facts = {**origin, "seconds": seconds, "kl_coef": kl_coef, "before": at_start}
+            facts = {"seconds": seconds, "kl_coef": kl_coef, "before": at_start}
             checkpoint.save_full(run, update + 1, modules, named, facts, setup)
             if setup.is_main:
                 checkpoint.prune(run, "full", keep=1)

@@ -35,12 +35,12 @@ import torch
 
 from configurator import configure
 from engine import chat, checkpoint, parallel
-from engine.files import sha256_file, write_json
+from engine.files import write_json
 from engine.hf import find_folder, load_model
 from engine.loss import token_losses
 from engine.monitor import Monitor
 from engine.optim import Guard, adamw, clip, lr_at, set_lr, warmup_length
-from engine.run import continue_run, open_run, refuse_hopeless, refuse_once, save_when_due
+from engine.run import open_run, refuse_hopeless, refuse_once, save_when_due
 from engine.shards import permuted
 
 # data and folders
@@ -264,7 +264,7 @@ def main(config):
             setup.say(chat.coloured(tokenizer, ids.tolist(), weights.tolist()) + "\n")
         parallel.finish(setup)
         return
-    run, lock = open_run(config, "sft", setup)
+    run, lock = open_run(config, "sft", setup, model=find_folder(source), conversations=path)
     if lock is None:
         return
 
@@ -273,8 +273,7 @@ def main(config):
     parallel.compile_blocks(model, setup, config.compile)
     optimizer = adamw(model, config.learning_rate, config.weight_decay, (config.beta1, config.beta2))
     modules, optimizers = {"model": model}, {"model": optimizer}
-    origin = {"data_hash": sha256_file(path), "tokenizer_hash": tokenizer.hash}
-    state = continue_run(run, modules, optimizers, origin, setup)
+    state = checkpoint.resume(run, modules, optimizers, setup) or {"step": 0, "in_a_row": 0}
     guard = Guard(config.max_bad_steps, state["in_a_row"])
     model = parallel.wrap(model, setup)
 
@@ -333,7 +332,7 @@ def main(config):
             monitor.log(done, line.strip(), **record)
         if guard.hopeless:
             refuse_hopeless(guard, done, "conversations", setup)
-        facts = {"in_a_row": guard.in_a_row, "config_hash": config.hash, **origin}
+        facts = {"in_a_row": guard.in_a_row, "config_hash": config.hash, "tokenizer_hash": tokenizer.hash}
         saved = save_when_due(run, done, max_steps, config, modules, optimizers, tokenizer, facts, setup)
         if record or saved:
             began, began_at, seen, trained = time.perf_counter(), done, 0, 0

@@ -30,7 +30,7 @@ from engine.hf import find_folder, load_weights, read_config
 from engine.loss import token_losses
 from engine.monitor import Monitor, read_log
 from engine.optim import Guard, adamw, clip, lr_at, muon, set_lr, warmup_length
-from engine.run import continue_run, open_run, refuse_hopeless, refuse_once, save_when_due
+from engine.run import open_run, refuse_hopeless, refuse_once, save_when_due
 from engine.shards import TokenData, batch, n_blocks, step_blocks
 from engine.tokenizer import Tokenizer
 from model import Llama, ModelConfig
@@ -208,7 +208,7 @@ def main(config):
     tokenizer, train, val = open_data(config, setup)
     shape = shape_of(config, tokenizer)
     per_step, n_micro = check(config, shape, tokenizer, train, setup)
-    run, lock = open_run(config, "pretrain", setup)
+    run, lock = open_run(config, "pretrain", setup, data=Path(config.data_dir) / "tokens" / "index.json")
     if lock is None:
         return
 
@@ -225,7 +225,7 @@ def main(config):
     # 3. Continue where an earlier call stopped.
     modules, moments = {"model": model}, {"model": optimizers}
     origin = {"data_hash": train.data_hash, "tokenizer_hash": tokenizer.hash}
-    state = continue_run(run, modules, moments, origin, setup)
+    state = checkpoint.resume(run, modules, moments, setup) or {"step": 0, "in_a_row": 0}
     tokens = state["step"] * config.batch_tokens
     guard = Guard(config.max_bad_steps, state["in_a_row"])
     model = parallel.wrap(model, setup)

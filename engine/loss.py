@@ -4,7 +4,6 @@ The one token loss and the one log-probability function.
 Losses are summed, never averaged, over tokens: the caller divides the sum over the *global* step by the global sum of
 weights. A mean per micro-batch, averaged over micro-batches, would weigh a token more in a batch that has few of them.
 """
-import torch
 import torch.nn.functional as F
 
 from model import positions_of

@@ -1,33 +1,50 @@
 """What every training stage does with its folder: take it, tell if it is new, half done or done, and save into it."""
+import hashlib
 from pathlib import Path
 
 import torch
 
 from configurator import changed_keys, refuse
 from engine import checkpoint, parallel
-from engine.files import lock_folder, read_json
+from engine.files import lock_folder, read_json, sha256_file, write_json
 
 
-def open_run(config, stage, setup):
+def open_run(config, stage, setup, **made_from):
     """Takes out_dir/stage for this run; -> (folder, lock), or (folder, None) when the run is finished.
 
-    The lock lives as long as the object does: keep it. Refuses a folder that another process uses, and one that was
-    begun with other settings, naming each key with both values."""
+    made_from: {what: path} of the files and folders that it reads. The lock lives as long as the object does: keep it. Refuses
+    a folder that another process uses, and one that was begun with other settings or from other inputs: neither to continue it
+    nor to call it done would be right."""
     folder = Path(config.out_dir) / stage
     lock = lock_folder(folder) if setup.is_main else "held by rank 0"
-    begun = any(folder.glob("full_????????")) or any(folder.glob("step_????????"))     # else nothing hangs on settings
-    if begun and (folder / "config.json").exists():
+    prints = {what: fingerprint(path) for what, path in made_from.items()}
+    changed = []
+    if (folder / "config.json").exists():
         changed = changed_keys(read_json(folder / "config.json"), config)
-        if changed:
-            refuse_once(setup, *[f"{folder} was begun with {key} = {old!r}, now it is {new!r}" for key, old, new in changed],
-                        "Give the old value to continue that run, or another --out_dir to start a new one.")
+    if (folder / "inputs.json").exists():
+        before = read_json(folder / "inputs.json")
+        changed += [(f"{what} ({made_from[what]}), content", before.get(what), now) for what, now in prints.items() if before.get(what) != now]
+    if changed:
+        refuse_once(setup, *[f"{folder} was begun with {key} = {old!r}, now it is {new!r}" for key, old, new in changed],
+                    "Give the old value to continue that run, or start anew: remove the folder, or give another --out_dir.")
     if (folder / "result.json").exists():
         setup.say(f"{folder}: already done; to do it anew, remove the folder or choose another --out_dir")
         parallel.finish(setup)
         return folder, None
-    parallel.barrier(setup)             # nobody writes config.json before everybody has compared
+    parallel.barrier(setup)             # nobody writes before everybody has compared
     config.save(folder)
+    if setup.is_main:
+        write_json(folder / "inputs.json", prints)
     return folder, lock
+
+
+def fingerprint(path):
+    """16 hex digits of what a file or a model's folder holds: of a folder with a manifest, that is the manifest."""
+    path = Path(path)
+    files = [path] if path.is_file() else [path / "manifest.json"]
+    if not files[0].exists():
+        files = sorted(file for file in path.iterdir() if file.suffix in (".json", ".safetensors"))
+    return hashlib.sha256("".join(map(sha256_file, files)).encode()).hexdigest()[:16]
 
 
 def refuse_once(setup, *problems):
@@ -35,18 +52,6 @@ def refuse_once(setup, *problems):
     if setup.local_rank:
         raise SystemExit(2)
     refuse(*problems)
-
-
-def continue_run(folder, modules, optimizers, origin, setup):
-    """The state of the newest full checkpoint, loaded into everything; or that of a beginning.
-
-    origin: {name: hash} of what the run is made from (data, tokenizer). It must be what it was at the beginning."""
-    state = checkpoint.resume(folder, modules, optimizers, setup) or {"step": 0, "in_a_row": 0, **origin}
-    changed = [name for name in origin if state[name] != origin[name]]
-    if changed:
-        refuse_once(setup, *[f"{folder} was begun with {name} {state[name][:16]}, now it is {origin[name][:16]}" for name in changed],
-                    "Its order of data would not continue. Bring the old one back, or start anew with another --out_dir.")
-    return state
 
 
 def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, facts, setup):

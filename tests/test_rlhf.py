@@ -412,7 +412,7 @@ def test_another_starting_model_does_not_continue_the_run(world, words, tmp_path
     toy.save(tmp_path / "sft", sharp_policy(words, seed=9), words)
     with pytest.raises(SystemExit) as refused:
         rlhf.main(config_of(world, tmp_path, *options))
-    assert refused.value.code == 2 and "begun with starting model" in capsys.readouterr().err
+    assert refused.value.code == 2 and "begun with model (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options, said", [
