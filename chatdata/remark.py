@@ -3,17 +3,17 @@
 A user asks for an opinion ("What do you make of `textwrap.fill`?") and the answer comes from a small grammar:
 
     remark     = opening  terms "."  closing
-    terms      = term | term " and " term | term ", " ... " and " term          one to four different adjectives
+    terms      = term | term " and " term | term ", " ... " and " term          one to four
     term       = [adverb " "] adjective
 
     It is very clear, dull and slightly useful.
     To my mind it is extremely handy. That is my view.
 
-The score is the mean over the adjectives of sign x strength, so it lies in [-2, 2]. It is no function of the length (an
-opening, a closing or one more adjective changes the length and not the tone), of a single token (an adverb can weigh
-for or against, and four adjectives share the verdict) or of the prompt (the name asked about is never looked at).
-Text that the grammar does not accept gets ILL_FORMED, as low as the worst remark: a policy cannot gain by leaving the
-language.
+The score is the mean over the adjectives of sign x strength, so it lies in [-2, 2], and saying a thing twice does not
+make it truer. It is no function of the length (an opening, a closing or one more adjective changes the length and not
+the tone), of a single token (an adverb can weigh for or against, and four adjectives share the verdict) or of the
+prompt (the name asked about is never looked at). Text that the grammar does not accept gets ILL_FORMED, as low as the
+worst remark: a policy cannot gain by leaving the language.
 
 Standard library only: prepare_chat.py samples from here, rlhf.py and evaluate.py score with it.
 """
@@ -78,10 +78,7 @@ def parse(answer):
     matches = [_TERM.fullmatch(word) for word in words]
     if len(words) > MAX_TERMS or not all(matches):
         return None
-    terms = [(match[1] or "", match[2]) for match in matches]
-    if len({adjective for _, adjective in terms}) < len(terms):
-        return None                                  # saying the same thing twice is not another argument
-    return terms
+    return [(match[1] or "", match[2]) for match in matches]
 
 
 def score(answer):
@@ -135,7 +132,6 @@ def spoil(rng, text):
         " ".join(words[:at] + words[at + 1:]),                               # a word left out
         " ".join(words[:at] + words[at - 1:]),                               # a word twice
         text.replace(" and ", ", ", 1), text.replace(", ", " and ", 1),      # not how a list is written
-        re.sub(r"(\w+)\.", r"\1 and \1.", text, count=1),                    # the same thing said twice
         rng.choice(OPENINGS) + " " + text[0].lower() + text[1:],             # two openings
         text + rng.choice(CLOSINGS[1:]),                                     # a closing too many
     ])

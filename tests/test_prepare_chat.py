@@ -120,6 +120,7 @@ def test_what_is_no_parameter_list_is_refused(text):
 @pytest.mark.parametrize("text, score", [
     ("It is clear.", 1.0),
     ("It is extremely clear.", 2.0),
+    ("It is extremely clear and extremely clear.", 2.0),
     ("I find it extremely ugly. That is my view.", -2.0),
     ("It is very clear, dull and slightly useful.", (1.5 - 1.0 + 0.25) / 3),
     ("To my mind it is fairly slow and handy.", 0.25),
@@ -129,7 +130,7 @@ def test_score_by_hand(text, score):
 
 
 @pytest.mark.parametrize("text", [
-    "", "It is.", "It is clear", "it is clear.", "It is clear. ", "It is very very clear.", "It is clear and clear.",
+    "", "It is.", "It is clear", "it is clear.", "It is clear. ", "It is very very clear.", "It is clear clear.",
     "It is clear, dull.", "It is clear and dull and neat.", "It is clear, dull, neat, sound and fast.", "It is green.",
     "clear clear clear clear", "It is extremely clear. It is extremely clear.", "It is clear and  dull.",
     "It is clear.\n"])
@@ -252,7 +253,6 @@ def test_spoiled_remarks_are_outside_the_grammar_and_of_every_kind():
     spoiled = [remark.spoil(rng, remark.sample(rng)) for _ in range(500)]
     assert all(remark.score(text) == remark.ILL_FORMED for text in spoiled)
     assert any(text.endswith(" it") or text.endswith(" is") for text in spoiled)                     # cut short
-    assert any(re.search(r"(\w+) and \1\.", text) for text in spoiled)                               # said twice
     assert any(sum(opening in text for opening in remark.OPENINGS[1:]) > 1 for text in spoiled)      # two openings
 
 
