@@ -18,6 +18,7 @@ if that is less: a text that does not loses its beginning (after BOS), a convers
 says so. Generation ends where the context does.
 """
 
+import codecs
 import json
 import sys
 from pathlib import Path
@@ -127,19 +128,17 @@ class Speaker:
         """Answers one prompt on the terminal, token by token. -> the text"""
         if cut:
             note("the prompt is longer than the context leaves room for: its beginning was left out")
-        stream, texts = self.tokenizer.stream(), []
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")     # a token may be half a character: never shown so
 
         def show(row, id):
-            texts.append(stream.add(id))
-            print(printable(texts[-1]), end="", flush=True)
+            print(printable(utf8.decode(self.tokenizer.decode_bytes([id]))), end="", flush=True)
 
         result = self.answer([ids], on_token=show)
-        texts.append(stream.end())
-        print(printable(texts[-1]), flush=True)
+        print(printable(utf8.decode(b"", final=True)), flush=True)
         if not result.stopped[0]:
             full = len(ids) + len(result.ids[0]) >= self.context
             note("ended by the context's end" if full else f"ended by max_new_tokens = {self.config.max_new_tokens}")
-        return "".join(texts)
+        return self.tokenizer.decode(result.ids[0])
 
 
 def note(text):

@@ -10,8 +10,12 @@ from engine.tokenizer import BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer
 @pytest.fixture(scope="module")
 def tokenizer():
     """Bytes and a handful of merges, enough that a token can lie across the border of a span."""
-    ranks = [bytes([byte]) for byte in BYTE_ORDER] + [b"he", b"ll", b"hell", b"hello", b" w", b"or", b" wor"]
-    return Tokenizer(ranks, PATTERNS["gpt4"], {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)})
+    ranks = [bytes([byte]) for byte in BYTE_ORDER]
+    h, e, l, o, space, w, r = (BYTE_ORDER.index(byte) for byte in b"helo wr")
+    merges = [(h, e), (l, l), (256, 257), (258, o), (space, w), (o, r), (260, 261)]     # the fourth makes "hello"
+    for left, right in merges:
+        ranks.append(ranks[left] + ranks[right])
+    return Tokenizer(ranks, PATTERNS["gpt4"], {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}, merges)
 
 
 THREE_TURNS = [
