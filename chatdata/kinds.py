@@ -57,43 +57,43 @@ KINDS = {
         "What is `{}` for?",
         "Explain `{}` in one sentence.",
     ), "{}", r"[A-Z][^.!?]+\."),
-    "signature": Kind("memory", False, 0.03, (
+    "signature": Kind("memory", False, 0.04, (
         "How is `{}` called?",
         "Which parameters does `{}` take?",
         "Show me the signature of `{}`.",
     ), "`{}`", r"[A-Za-z_]\w*\(.*\)"),
-    "count": Kind("reading", False, 0.12, (
+    "count": Kind("reading", False, 0.24, (
         "How many parameters has `{}`?",
         "Count the parameters of `{}`.",
         "Here is `{}`. How many parameters are there?",
     ), "Parameters: {}.", r"\d+"),
-    "optional": Kind("reading", True, 0.18, (
+    "optional": Kind("reading", True, 0.12, (
         "Which parameters of `{}` have a default?",
         "What may I leave out when I call `{}`?",
         "Name the parameters of `{}` that have a default.",
     ), "With a default: {}.", r"[A-Za-z_]\w*(, [A-Za-z_]\w*)*"),
-    "default": Kind("reading", True, 0.18, (
+    "default": Kind("reading", True, 0.14, (
         "In `{}`, what is the default of {}?",
         "Here is `{}`. Which default has {}?",
         "Look at `{}` and tell me the default of {}.",
     ), "It is {}", r"[A-Za-z_]\w*=(-?\w[\w.]*|'\w*')"),
-    "spell": Kind("rule", False, 0.12, (
+    "spell": Kind("rule", False, 0.10, (
         "Spell `{}`.",
         "How is `{}` spelled?",
         "Give me the letters of `{}`.",
         "Spell out the name `{}`.",
     ), "{}", r"\S( \S)*"),
-    "constant": Kind("rule", False, 0.07, (
+    "constant": Kind("rule", False, 0.06, (
         "Write `{}` in capitals.",
         "What would `{}` be called as a constant?",
         "Put `{}` in upper case.",
     ), "`{}`", r"[A-Z0-9_]+"),
-    "snake": Kind("rule", True, 0.08, (
+    "snake": Kind("rule", True, 0.07, (
         "Make one name of the words `{}`.",
         "What would a function for `{}` be called?",
         "Join `{}` into a name.",
     ), "`{}`", r"[a-z][a-z0-9]*(_[a-z0-9]+)*"),
-    "remark": Kind("remark", False, 0.14, remark.QUESTIONS, "{}", ""),
+    "remark": Kind("remark", False, 0.15, remark.QUESTIONS, "{}", ""),
 }
 
 
@@ -150,7 +150,7 @@ def about_name(kind, name, rng):
 
 # --- which definitions and names can carry a question of a kind -------------------------------------------------------
 
-MAX_SIGNATURE = 120      # characters: a signature longer than that makes a poor question
+MAX_SIGNATURE = 90       # characters: a signature longer than that makes a poor question
 
 
 def suits_definition(kind, definition):
