@@ -10,8 +10,8 @@ Stage 6: talk to a model.
 Without --model the furthest stage that has a checkpoint in out_dir speaks: ppo, else sft, else pretrain.
 
 A file is JSONL, each line with "prompt": text (continued as text, or answered with --chat=True) or "messages"
-(answered); or, unless its name ends in .jsonl, plain lines, each a prompt. Each line comes back with "completion",
-the number of "tokens", whether it "stopped" by itself, and whether the prompt was "cut".
+(answered). Each line comes back with "completion", the number of "tokens", whether it "stopped" by itself, and whether
+the prompt was "cut".
 
 temperature=0 always takes the likeliest token. A prompt has to leave room for max_new_tokens, or for half the context
 if that is less: a text that does not loses its beginning (after BOS), a conversation its oldest turns, and a note
@@ -26,7 +26,7 @@ from pathlib import Path
 from configurator import configure, refuse
 from engine import parallel
 from engine.chat import read_lines, render, stop_ids, wrong_messages
-from engine.files import printable, write_atomic
+from engine.files import printable
 from engine.generate import generate
 from engine.hf import load_model
 
@@ -34,7 +34,6 @@ out_dir = "out/demo"        # the run whose model speaks
 model = ""                  # a Hugging Face folder, or the folder of one stage, instead
 prompt = ""                 # the text to continue or, with --chat=True, the question
 file = ""                   # a file of prompts
-output = ""                 # where its answers go; empty: standard output
 chat = False                # prompts are questions of a user, answered by the assistant
 system = ""                 # system message of every conversation
 max_new_tokens = 200        # longest answer, in tokens
@@ -50,24 +49,17 @@ threads = 0                 # of the CPU; 0: all cores
 
 def check(config):
     """Refuses settings that make no sense, all at once."""
-    problems = []
-    for name, right, expected in (
-        ("max_new_tokens", config.max_new_tokens >= 1, "at least 1"),
-        ("temperature", config.temperature >= 0, "0 (greedy) or more"),
-        ("top_k", config.top_k >= 0, "0 (all) or more"),
-        ("top_p", 0 < config.top_p <= 1, "above 0 and at most 1"),
-        ("batch_size", config.batch_size >= 1, "at least 1"),
-    ):
-        if not right:
-            problems.append(f"{name} = {getattr(config, name)}: expected {expected}")
-    if config.file and config.prompt:
-        problems.append("--file and --prompt are both given; it can only be one")
-    if config.output and not config.file:
-        problems.append("--output is for the answers to a --file")
-    if config.system and not (config.chat or config.file):
-        problems.append("--system needs --chat=True: only conversations have a system message")
-    if problems:
-        refuse(*problems)
+    problems = {
+        f"max_new_tokens = {config.max_new_tokens}: expected at least 1": config.max_new_tokens < 1,
+        f"temperature = {config.temperature}: expected 0 (greedy) or more": config.temperature < 0,
+        f"top_k = {config.top_k}: expected 0 (all) or more": config.top_k < 0,
+        f"top_p = {config.top_p}: expected above 0 and at most 1": not 0 < config.top_p <= 1,
+        f"batch_size = {config.batch_size}: expected at least 1": config.batch_size < 1,
+        "--file and --prompt are both given; it can only be one": config.file and config.prompt,
+        "--system needs --chat=True: only conversations have one": config.system and not (config.chat or config.file),
+    }
+    if any(problems.values()):
+        refuse(*(problem for problem, holds in problems.items() if holds))
 
 
 def find_model(config):
@@ -76,10 +68,8 @@ def find_model(config):
         return Path(config.model)
     stages = [Path(config.out_dir) / stage for stage in ("ppo", "sft", "pretrain")]
     found = next((stage for stage in stages if any(stage.glob("step_*"))), None)
-    if found is None:
-        refuse(f"no checkpoint in {', '.join(map(str, stages))}. Train one ({config.command('train')}), "
-               "or name a folder with --model=DIR.")
-    return found
+    return found or refuse(f"no checkpoint in {', '.join(map(str, stages))}. Train one ({config.command('train')}), "
+                           "or name a folder with --model=DIR.")
 
 
 class Speaker:
@@ -88,41 +78,36 @@ class Speaker:
     def __init__(self, config, model, tokenizer):
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.context = model.config.block_size
-        self.room = min(config.max_new_tokens, self.context // 2)       # what a prompt must leave free
-        self.stop = stop_ids(tokenizer)
+        self.longest = self.context - min(config.max_new_tokens, self.context // 2)     # of a prompt
+        self.opening = [{"role": "system", "content": config.system}] if config.system else []
 
     def text_prompt(self, text):
         """-> (ids, whether the beginning was cut)"""
         ids = self.tokenizer.encode(text)
-        start = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
-        if not start and not ids:
-            refuse("this model's tokenizer has no BOS, so it cannot begin from nothing: give a --prompt.")
-        longest = self.context - self.room - len(start)
-        return start + ids[-longest:], len(ids) > longest
+        return [self.tokenizer.bos_id, *ids[-(self.longest - 1):]], len(ids) >= self.longest
 
     def chat_prompt(self, messages):
         """-> (ids, whether something was cut). The system message stays; the oldest turns go, then the start of one."""
-        ids, kept = self.render(messages), list(messages)
-        first = 1 if messages[0]["role"] == "system" else 0
-        while len(ids) + self.room > self.context and len(kept) > first + 1:
-            del kept[first:first + 2]
-            ids = self.render(kept)
-        too_long = len(ids) + self.room - self.context
-        if too_long > 0:
-            content = self.tokenizer.encode(kept[-1]["content"])
-            kept[-1] = {**kept[-1], "content": self.tokenizer.decode(content[too_long:])}
-            ids = self.render(kept)
-        return ids[-(self.context - 1):], len(kept) < len(messages) or too_long > 0
-
-    def render(self, messages):
         if "<|assistant|>" not in self.tokenizer.specials:
             refuse("this model's tokenizer has no <|assistant|> token, so it has not learnt to chat; leave out --chat.")
+        kept = messages if messages[0]["role"] == "system" else [*self.opening, *messages]
+        ids, cut = self.render(kept), False
+        first = 1 if kept[0]["role"] == "system" else 0
+        while len(ids) > self.longest and len(kept) > first + 1:
+            kept, cut = [*kept[:first], *kept[first + 2:]], True
+            ids = self.render(kept)
+        if len(ids) > self.longest:
+            content = self.tokenizer.encode(kept[-1]["content"])[len(ids) - self.longest:]
+            ids, cut = self.render([*kept[:-1], {"role": "user", "content": self.tokenizer.decode(content)}]), True
+        return ids[-(self.context - 1):], cut
+
+    def render(self, messages):
         return render(self.tokenizer, messages, open_assistant=True)[0]
 
     def answer(self, prompts, seed=0, on_token=None):
         config = self.config
-        return generate(self.model, prompts, config.max_new_tokens, self.stop, config.temperature, config.top_k,
-                        config.top_p, config.seed + seed, on_token)
+        return generate(self.model, prompts, config.max_new_tokens, stop_ids(self.tokenizer), config.temperature,
+                        config.top_k, config.top_p, config.seed + seed, on_token)
 
     def speak(self, ids, cut):
         """Answers one prompt on the terminal, token by token. -> the text"""
@@ -145,17 +130,16 @@ def note(text):
     print(f"[{text}]", file=sys.stderr, flush=True)
 
 
-def conversation(config, speaker):
+def conversation(speaker):
     """The chat loop: reads questions until the input ends."""
-    opening = [{"role": "system", "content": config.system}] if config.system else []
-    messages = list(opening)
+    messages = []
     while True:
         try:
             question = input("\nyou> ")
         except (EOFError, KeyboardInterrupt):
             return print()
         if not question.strip():
-            messages = list(opening)
+            messages = []
             note("a new conversation")
             continue
         messages.append({"role": "user", "content": question})
@@ -163,51 +147,30 @@ def conversation(config, speaker):
         messages.append({"role": "assistant", "content": speaker.speak(*speaker.chat_prompt(messages))})
 
 
-def read_prompts(config):
-    """The entries of a file of prompts: dicts with "prompt" or "messages"."""
-    def wrong(entry, number):
-        if "messages" in entry:
-            return [entry], wrong_messages(entry, "messages", last="user")
-        is_text = isinstance(entry.get("prompt"), str)
-        return [entry], [] if is_text else ['expected "prompt" with a text, or "messages"']
-
-    if config.file.endswith(".jsonl"):
-        return read_lines(config.file, wrong)
-    try:
-        lines = Path(config.file).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        refuse(f"{config.file} cannot be read ({error}).")
-    return [{"prompt": line} for line in lines if line.strip()] or refuse(f"{config.file} is empty; expected prompts.")
-
-
 def batch(config, speaker):
     """Answers the prompts of a file, batch_size at a time, in order."""
-    entries, lines = read_prompts(config), []
-    opening = [{"role": "system", "content": config.system}] if config.system else []
+    def wrong(entry):
+        if "messages" in entry:
+            return wrong_messages(entry, "messages", last="user")
+        return [] if isinstance(entry.get("prompt"), str) else ['expected "prompt" with a text, or "messages"']
+
+    def prompt_of(entry):
+        if config.chat or "messages" in entry:
+            return speaker.chat_prompt(entry.get("messages") or [{"role": "user", "content": entry["prompt"]}])
+        return speaker.text_prompt(entry["prompt"])
+
+    entries, cuts = read_lines(config.file, wrong), 0
     for start in range(0, len(entries), config.batch_size):
         part = entries[start:start + config.batch_size]
-        prompts = []
-        for entry in part:
-            if "messages" in entry:
-                own = entry["messages"]
-                prompts.append(speaker.chat_prompt(own if own[0]["role"] == "system" else opening + own))
-            elif config.chat:
-                prompts.append(speaker.chat_prompt([*opening, {"role": "user", "content": entry["prompt"]}]))
-            else:
-                prompts.append(speaker.text_prompt(entry["prompt"]))
+        prompts = [prompt_of(entry) for entry in part]
         result = speaker.answer([ids for ids, _ in prompts], seed=start)
         for entry, (_, cut), ids, stopped in zip(part, prompts, result.ids, result.stopped):
-            text = speaker.tokenizer.decode(ids)
-            answer = {**entry, "completion": text, "tokens": len(ids), "stopped": stopped, "cut": cut}
+            answer = {"completion": speaker.tokenizer.decode(ids), "tokens": len(ids), "stopped": stopped, "cut": cut}
             # Escaped to ASCII: whatever the model says, a line stays one line, and a terminal obeys none of it.
-            lines.append(json.dumps(answer))
-            if not config.output:
-                print(lines[-1], flush=True)
-    if config.output:
-        write_atomic(config.output, "\n".join(lines) + "\n")
-    cuts = sum(json.loads(line)["cut"] for line in lines)
+            print(json.dumps({**entry, **answer}), flush=True)
+            cuts += cut
     if cuts:
-        note(f"{cuts} of {len(lines)} prompts are longer than the context leaves room for: they lost their beginning")
+        note(f"{cuts} of {len(entries)} prompts are longer than the context leaves room for: they lost their beginning")
 
 
 def main(config):
@@ -217,6 +180,8 @@ def main(config):
     setup = parallel.start(config.device, config.dtype, threads=config.threads, seed=config.seed)
     folder = find_model(config)
     net, tokenizer = load_model(folder, dtype=setup.dtype)
+    if tokenizer.bos_id is None:
+        refuse(f"the tokenizer in {folder} has no BOS token, with which every text begins.")
     speaker = Speaker(config, net.to(setup.device), tokenizer)
     note(f"{folder}: {net.n_params():,} parameters, context {speaker.context}, {setup.device} {setup.dtype}")
 
@@ -224,14 +189,12 @@ def main(config):
     if config.file:
         batch(config, speaker)
     elif config.chat and not config.prompt:
-        conversation(config, speaker)
+        conversation(speaker)
     elif config.chat:
-        opening = [{"role": "system", "content": config.system}] if config.system else []
-        speaker.speak(*speaker.chat_prompt([*opening, {"role": "user", "content": config.prompt}]))
+        speaker.speak(*speaker.chat_prompt([{"role": "user", "content": config.prompt}]))
     else:
-        ids, cut = speaker.text_prompt(config.prompt)
         print(printable(config.prompt), end="", flush=True)
-        speaker.speak(ids, cut)
+        speaker.speak(*speaker.text_prompt(config.prompt))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ An optional system message comes first, then user and assistant take turns, and 
 `weight`, on assistant messages only, is a number >= 0 for the whole message (0: not trained), or a list of spans
 [[start, end, weight], ...] over the characters of the content; what lies in no span weighs 1. A preference is one of
 
-    {"prompt": messages, "chosen": text, "rejected": text, "dimension"?: name, "margin"?: number >= 0, ...}
+    {"prompt": messages, "chosen": text, "rejected": text, "margin"?: number >= 0, ...}
     {"prompt": messages, "ranked": [text, ...], ...}          best first; becomes all its pairs
 
 and a prompt is {"messages": messages}, where in both the user has the last word. Other keys beside these are kept as
@@ -46,27 +46,18 @@ def render(tokenizer, messages, open_assistant=False):
     weights with them.) open_assistant: end with <|assistant|>, so that the model's turn is next.
     """
     ids, weights = [tokenizer.bos_id], [0.0]
-    end = tokenizer.special("<|end|>")
     for message in messages:
         content = tokenizer.encode(message["content"])
-        ids += [tokenizer.special(f"<|{message['role']}|>"), *content, end]
-        if message["role"] == "assistant":
-            weight = message.get("weight", 1.0)
-            if isinstance(weight, list):
-                weights += [0.0, *_span_weights(tokenizer, content, message["content"], weight), 1.0]
-            else:
-                weights += [0.0] + [float(weight)] * (len(content) + 1)
+        weight = message.get("weight", 1.0) if message["role"] == "assistant" else 0.0
+        ids += [tokenizer.special(f"<|{message['role']}|>"), *content, tokenizer.special("<|end|>")]
+        if isinstance(weight, list):
+            weights += [0.0, *_span_weights(tokenizer, content, message["content"], weight), 1.0]
         else:
-            weights += [0.0] * (len(content) + 2)
+            weights += [0.0] + [float(weight)] * (len(content) + 1)
     if open_assistant:
         ids.append(tokenizer.special("<|assistant|>"))
         weights.append(0.0)
     return ids, weights
-
-
-def stop_ids(tokenizer):
-    """The ids that end the assistant's turn, or a text."""
-    return {tokenizer.specials.get("<|end|>"), tokenizer.eos_id} - {None}
 
 
 def _span_weights(tokenizer, ids, text, spans):
@@ -83,22 +74,21 @@ def _span_weights(tokenizer, ids, text, spans):
     return weights
 
 
+def stop_ids(tokenizer):
+    """The ids that end the assistant's turn, or a text."""
+    return {tokenizer.specials.get("<|end|>"), tokenizer.eos_id} - {None}
+
+
 def coloured(tokenizer, ids, weights):
-    """
-    The tokens as text for a terminal: green where trained (bold above weight 1, dim below), grey where not. Special
-    tokens are shown by name. Nothing in the text itself reaches the terminal as a command.
-    """
-    styles = {"untrained": "90", "below": "2;32", "one": "32", "above": "1;32"}
-
-    def style(weight):
-        return styles["untrained" if weight <= 0 else "below" if weight < 1 else "one" if weight == 1 else "above"]
-
-    runs = []                       # neighbours of one style are decoded together, so that no character is cut
+    """The tokens as text for a terminal: green where trained, grey where not, special tokens by name."""
+    runs = []                       # neighbours of one colour are decoded together, so that no character is cut
     for id, weight in zip(ids, weights, strict=True):
-        if not runs or runs[-1][0] != style(weight):
-            runs.append((style(weight), []))
+        colour = 32 if weight > 0 else 90
+        if not runs or runs[-1][0] != colour:
+            runs.append((colour, []))
         runs[-1][1].append(id)
-    return "".join(f"\x1b[{code}m{printable(tokenizer.decode(run, skip_special=False))}\x1b[0m" for code, run in runs)
+    texts = [(colour, printable(tokenizer.decode(run, skip_special=False))) for colour, run in runs]
+    return "".join(f"\x1b[{colour}m{text}\x1b[0m" for colour, text in texts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -106,51 +96,37 @@ def coloured(tokenizer, ids, weights):
 
 def read_conversations(path):
     """-> list of dicts with "messages", as in the file. Refuses a file with bad lines, all of them at once."""
-    return read_lines(path, lambda entry, number: ([entry], wrong_messages(entry, "messages", last="assistant")))
+    return read_lines(path, lambda entry: wrong_messages(entry, "messages", last="assistant"))
 
 
 def read_prompts(path):
     """-> list of dicts with "messages" that end with the user's. Refuses like read_conversations."""
-    return read_lines(path, lambda entry, number: ([entry], wrong_messages(entry, "messages", last="user")))
+    return read_lines(path, lambda entry: wrong_messages(entry, "messages", last="user"))
 
 
 def read_preferences(path):
-    """
-    -> list of dicts with "prompt", "chosen", "rejected" and what else the line had. The k texts of a ranked line become
-    k (k - 1) / 2 of them, each with "group": the line's number, since they are not independent.
-    """
-    return read_lines(path, _preference)
+    """-> list of dicts with "prompt", "chosen", "rejected" and what else the line had. A ranked line becomes many."""
+    pairs = []
+    for entry in read_lines(path, _wrong_preference):
+        texts = entry.pop("ranked", None) or [entry["chosen"], entry["rejected"]]
+        # In order, so the first of each two is the better one.
+        pairs += [{**entry, "chosen": better, "rejected": worse} for better, worse in combinations(texts, 2)]
+    return pairs
 
 
-def _preference(entry, number):
-    """One line of a preference file. -> (its pairs, what is wrong with it)"""
+def _wrong_preference(entry):
     wrong = wrong_messages(entry, "prompt", last="user")
-    if "grades" in entry:
-        return [], ["graded single answers are not used yet; give chosen and rejected, or ranked"]
-    margin = entry.get("margin", 0)
-    if not _is_number(margin) or margin < 0:
-        wrong.append(f"margin must be a number >= 0, found {_short(margin)}")
-    if not isinstance(entry.get("dimension", ""), str):
-        wrong.append(f"dimension must be a name, found {_short(entry['dimension'])}")
-    if "ranked" in entry:
-        texts = entry["ranked"]
-        if "chosen" in entry or "rejected" in entry:
-            wrong.append("has ranked and chosen or rejected; it can only be one of the two forms")
-        if not isinstance(texts, list) or len(texts) < 2:
-            return [], [*wrong, f"ranked must be a list of at least two texts, found {_short(texts)}"]
-        named = [(f"ranked[{i}]", text) for i, text in enumerate(texts)]
-    else:
-        named = [(key, entry.get(key)) for key in ("chosen", "rejected")]
-    wrong += [f"{name} must be a text that is not empty, found {_short(text)}"
-              for name, text in named if not _is_text(text)]
-    texts = [text for _, text in named if _is_text(text)]
-    if len(set(texts)) < len(texts):
+    if not _is_weight(entry.get("margin", 0)):
+        wrong.append(f"margin must be a number >= 0, found {_short(entry['margin'])}")
+    if "ranked" in entry and ("chosen" in entry or "rejected" in entry):
+        wrong.append("has ranked and chosen or rejected; it can only be one of the two forms")
+    texts = entry["ranked"] if "ranked" in entry else [entry.get("chosen"), entry.get("rejected")]
+    if not isinstance(texts, list) or len(texts) < 2 or not all(map(_is_text, texts)):
+        wrong.append("chosen and rejected, or the two or more members of ranked, must be texts that are not empty, "
+                     f"found {_short(texts)}")
+    elif len(set(texts)) < len(texts):
         wrong.append("the same text stands on both sides, which is no preference")
-    if wrong or "ranked" not in entry:
-        return [entry], wrong
-    rest = {key: value for key, value in entry.items() if key != "ranked"}
-    pairs = combinations(texts, 2)                                # in order, so the first of each is the better one
-    return [{**rest, "chosen": better, "rejected": worse, "group": number} for better, worse in pairs], []
+    return wrong
 
 
 def wrong_messages(entry, name, last):
@@ -171,54 +147,41 @@ def wrong_messages(entry, name, last):
         expected = "assistant" if role == "user" else "user"
         if not _is_text(content):
             wrong.append(f"{place}: content must be a text that is not empty, found {_short(content)}")
+        elif "weight" in message and not (role == "assistant" and _is_weight(message["weight"], len(content))):
+            wrong.append(f"{place}: weight is for messages of the assistant, a number >= 0 or a list of [start, end, "
+                         f"weight] within its {len(content)} characters; found {_short(message['weight'])}")
         if unknown := set(message) - {"role", "content", "weight"}:
             wrong.append(f"{place}: unknown key {_short(min(unknown))}; a message has role, content and weight")
-        if "weight" in message and _is_text(content):
-            wrong += [f"{place}: {reason}" for reason in _wrong_weight(message)]
     if messages[-1]["role"] != last:
         wrong.append(f"{name} must end with a message of the {last}, found {messages[-1]['role']}")
     return wrong
-
-
-def _wrong_weight(message):
-    weight, size = message["weight"], len(message["content"])
-    if message["role"] != "assistant":
-        return [f"a message of the {message['role']} is never trained, so it has no weight"]
-    if _is_number(weight):
-        return [] if weight >= 0 else [f"weight must be >= 0, found {weight}"]
-    if not isinstance(weight, list):
-        return [f"weight must be a number or a list of [start, end, weight], found {_short(weight)}"]
-    return [
-        f"weight[{i}] must be [start, end, weight], 0 <= start < end <= {size} and weight >= 0, found {_short(span)}"
-        for i, span in enumerate(weight)
-        if not (isinstance(span, list) and len(span) == 3 and all(map(_is_number, span))
-                and isinstance(span[0], int) and isinstance(span[1], int)
-                and 0 <= span[0] < span[1] <= size and span[2] >= 0)
-    ]
 
 
 def _is_text(value):
     return isinstance(value, str) and value != ""
 
 
-def _is_number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _is_weight(value, size=None):
+    """A number >= 0 or, where the size of the text is given, a list of spans in it."""
+    if isinstance(value, list) and size is not None:
+        return all(isinstance(span, list) and len(span) == 3 and type(span[0]) == type(span[1]) == int
+                   and 0 <= span[0] < span[1] <= size and _is_weight(span[2]) for span in value)
+    return type(value) in (int, float) and 0 <= value < math.inf
 
 
 def _short(value):
     """A value for a message: cut, and harmless on a terminal."""
-    text = printable(repr(value))
-    return "nothing" if value is None else text if len(text) <= 60 else text[:57] + "..."
+    text = printable(str(value) if isinstance(value, Exception) else repr(value))
+    return "nothing" if value is None else text if len(text) <= 100 else text[:97] + "..."
 
 
 def read_lines(path, check):
     """
-    The entries of a JSONL file. check(entry, line number) -> (entries it becomes, what is wrong with it). Lines end at
-    "\\n" only: JSON allows other line separators inside a text, where str.splitlines() would cut.
+    The entries of a JSONL file. check(entry) -> what is wrong with it. Lines end at "\\n" only: JSON allows other line
+    separators inside a text, where str.splitlines() would cut.
     """
-    path = Path(path)
     try:
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
         refuse(f"{path} cannot be read ({error.strerror}).")
     entries, problems = [], []
@@ -227,12 +190,10 @@ def read_lines(path, check):
             continue
         try:
             entry = json.loads(line.decode("utf-8"))
-            if not isinstance(entry, dict):
-                raise ValueError(f"expected an object, found {_short(entry)}")
-            found, wrong = check(entry, number)
+            wrong = check(entry) if isinstance(entry, dict) else [f"expected an object, found {_short(entry)}"]
+            entries.append(entry)
         except (ValueError, RecursionError) as error:       # bad UTF-8 and bad JSON are ValueErrors
-            found, wrong = [], [f"not a line of JSON as expected ({_short_error(error)})"]
-        entries += found
+            wrong = [f"not a line of JSON ({_short(error)})"]
         problems += [f"{path}, line {number}: {reason}" for reason in wrong]
     if not problems and not entries:
         problems.append(f"{path} is empty; expected one JSON object a line")
@@ -241,8 +202,3 @@ def read_lines(path, check):
     if problems:
         refuse(*problems)
     return entries
-
-
-def _short_error(error):
-    text = printable(str(error))
-    return text if len(text) <= 100 else text[:97] + "..."

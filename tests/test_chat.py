@@ -127,8 +127,6 @@ def test_coloured_marks_what_is_trained_and_obeys_nothing(tokenizer):
     messages = [{"role": "user", "content": "\x1b[2Jred\x07"}, {"role": "assistant", "content": "\U0001f44d ok"}]
     shown = coloured(tokenizer, *render(tokenizer, messages))
     assert shown == "\x1b[90m<|bos|><|user|>red<|end|><|assistant|>\x1b[0m\x1b[32m\U0001f44d ok<|end|>\x1b[0m"
-    heavy = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 2}]
-    assert "\x1b[1;32mb<|end|>" in coloured(tokenizer, *render(tokenizer, heavy))
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -179,12 +177,12 @@ BAD_CONVERSATIONS = [
     ({"messages": [USER, {"role": "assistant", "content": ""}]}, "messages[1]: content"),
     ({"messages": [{"role": "user", "content": None}, ANSWER]}, "messages[0]: content"),
     ({"messages": [USER, {**ANSWER, "wieght": 1}]}, "'wieght'"),
-    ({"messages": [{**USER, "weight": 1}, ANSWER]}, "never trained"),
-    ({"messages": [USER, {**ANSWER, "weight": -1}]}, ">= 0"),
+    ({"messages": [{**USER, "weight": 1}, ANSWER]}, "for messages of the assistant"),
+    ({"messages": [USER, {**ANSWER, "weight": -1}]}, "-1"),
     ({"messages": [USER, {**ANSWER, "weight": True}]}, "True"),
     ({"messages": [USER, {**ANSWER, "weight": float("nan")}]}, "nan"),
     ({"messages": [USER, {**ANSWER, "weight": "1"}]}, "'1'"),
-    ({"messages": [USER, {**ANSWER, "weight": [[0, 2, 1]]}]}, "end <= 1"),
+    ({"messages": [USER, {**ANSWER, "weight": [[0, 2, 1]]}]}, "within its 1 characters"),
     ({"messages": [USER, {**ANSWER, "weight": [[0]]}]}, "[0]"),
     ({"messages": [USER, {**ANSWER, "weight": [[0, 1, -2]]}]}, "-2"),
     ({"messages": [USER, {**ANSWER, "weight": [[0.0, 1, 1]]}]}, "0.0"),
@@ -223,22 +221,21 @@ def test_preferences(tmp_path):
     read = read_preferences(lines(tmp_path, plain, ranked))
     assert read[0] == plain
     assert [(pair["chosen"], pair["rejected"]) for pair in read[1:]] == [("a", "b"), ("a", "c"), ("b", "c")]
-    assert all(pair["group"] == 2 and pair["margin"] == 1 and "ranked" not in pair for pair in read[1:])
+    assert all(pair["margin"] == 1 and "ranked" not in pair for pair in read[1:])
 
 
 @pytest.mark.parametrize("bad, reason", [
     ({"chosen": "a", "rejected": "b"}, "prompt must be a list"),
     ({"prompt": "q", "chosen": "a", "rejected": "b"}, "found 'q'"),
     ({"prompt": [USER, ANSWER], "chosen": "a", "rejected": "b"}, "message of the user"),
-    ({"prompt": [USER], "chosen": "a"}, "rejected"),
-    ({"prompt": [USER], "chosen": "a", "rejected": ""}, "rejected must"),
+    ({"prompt": [USER], "chosen": "a"}, "must be texts"),
+    ({"prompt": [USER], "chosen": "a", "rejected": ""}, "not empty"),
     ({"prompt": [USER], "chosen": "a", "rejected": "a"}, "no preference"),
-    ({"prompt": [USER], "ranked": ["a"]}, "at least two"), ({"prompt": [USER], "ranked": ["a", 1]}, "ranked[1]"),
+    ({"prompt": [USER], "ranked": ["a"]}, "two or more"), ({"prompt": [USER], "ranked": ["a", 1]}, "members of ranked"),
     ({"prompt": [USER], "ranked": ["a", "b", "a"]}, "no preference"),
     ({"prompt": [USER], "ranked": ["a", "b"], "chosen": "a"}, "only be one"),
     ({"prompt": [USER], "chosen": "a", "rejected": "b", "margin": -1}, "margin"),
-    ({"prompt": [USER], "chosen": "a", "rejected": "b", "dimension": 3}, "dimension"),
-    ({"prompt": [USER], "answer": "a", "grades": {"truth": 3}}, "not used yet"),
+    ({"prompt": [USER], "answer": "a", "grades": {"truth": 3}}, "chosen and rejected"),
 ])
 def test_bad_preferences(bad, reason, tmp_path, capsys):
     said = refused(read_preferences, lines(tmp_path, {"prompt": [USER], "chosen": "a", "rejected": "b"}, bad), capsys)
