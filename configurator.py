@@ -102,40 +102,34 @@ def key_of(name, default, annotation, comment):
     """A Key from one assignment. Its type is the annotation's (`int | None`, `list[str]`) or else the default's."""
     words = re.findall(r"\w+", annotation)
     kinds = [KINDS[word] for word in words if word in KINDS] or [type(default)]
-    if kinds[0] not in KINDS.values():
-        raise ValueError(f"the type of '{name}' cannot be seen; write for example  {name}: int | None = {default!r}")
     if kinds[0] in (list, tuple) and len(kinds) == 1 and default:
         kinds.append(type(default[0]))
     return Key(name, default, comment, kinds[0], kinds[1] if len(kinds) > 1 else None, "None" in words)
 
 
 def read_schema(path):
-    """{name: Key} of the script at `path`, or None when it is no script. Raises SyntaxError, ValueError."""
+    """{name: Key} of the script at `path`, or None when it is no script. Raises SyntaxError."""
     source = Path(path).read_text(encoding="utf-8")
     if not re.search(r"^( {4})?\w.*\bconfigure\(globals\(\)\)", source, re.MULTILINE):
         return None
-    tree = ast.parse(source, str(path))
+    body = ast.parse(source, str(path)).body
     comments = {token.start[0]: token.string.lstrip("# ")
                 for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.COMMENT}
     schema = {}
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             break
-        if isinstance(node, ast.Assign):
-            name, annotation = ", ".join(map(ast.unparse, node.targets)), ""
-        elif isinstance(node, ast.AnnAssign) and node.value:
-            name, annotation = ast.unparse(node.target), ast.unparse(node.annotation)
-        else:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or not node.value:
             continue
-        if not name.isidentifier() or not name.islower() or name.startswith("_"):
-            continue
-        if name in ("hash", "script", "files") or hasattr(Config, name):
-            raise ValueError(f"line {node.lineno}: '{name}' cannot be a key, every config has that name already")
-        try:
-            default = constant(node.value)
-        except ValueError:
-            continue     # something computed: an ordinary module variable
-        schema[name] = key_of(name, default, annotation, comments.get(node.end_lineno, ""))
+        annotated = isinstance(node, ast.AnnAssign)
+        name = ast.unparse(node.target if annotated else node.targets[0])
+        annotation = ast.unparse(node.annotation) if annotated else ""
+        if name.isidentifier() and name.islower() and not name.startswith("_"):
+            try:
+                default = constant(node.value)
+            except ValueError:
+                continue     # something computed: an ordinary module variable
+            schema[name] = key_of(name, default, annotation, comments.get(node.end_lineno, ""))
     return schema
 
 
@@ -144,14 +138,11 @@ def read_schemas(script):
     schemas = {}
     for path in sorted({script, *ROOT.glob("*.py"), *ROOT.glob("runs/*.py")}):
         try:
-            schema = read_schema(path)
-        except (OSError, ValueError, SyntaxError) as error:
+            schemas[path.stem] = read_schema(path)
+        except (OSError, SyntaxError) as error:
             # A neighbour that cannot be understood is its own reader's trouble: this stage can run without it.
             print(f"note: the keys of {path.name} are unknown: {error}", file=sys.stderr)
-            continue
-        if schema is not None:
-            schemas[path.stem] = schema
-    return schemas
+    return {stem: schema for stem, schema in schemas.items() if schema is not None}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -179,10 +170,7 @@ def parse(key, text):
     if text == "None" and key.optional:
         return None
     if key.kind is str:
-        quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
-        return text[1:-1] if quoted else text
-    if text in ("true", "false"):
-        text = text.title()
+        return text
     try:
         return fit(key, constant(ast.parse(text.strip(), mode="eval").body))
     except (ValueError, SyntaxError):
@@ -200,17 +188,13 @@ def nearest(name, names):
 def run_file(path):
     """Runs one config file. Returns (its names, {name or (section, name): line}); ValueError says what is wrong."""
     try:
-        source = Path(path).read_text(encoding="utf-8")
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"), path)
     except FileNotFoundError:
         raise ValueError(f"config file {path} does not exist (looked in {os.getcwd()})")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"config file {path} cannot be read: {error}")
-    try:
-        tree = ast.parse(source, path)
     except SyntaxError as error:
         raise ValueError(f"{path}, line {error.lineno}: syntax error: {error.msg}")
-    except ValueError as error:     # NUL bytes
-        raise ValueError(f"{path} is not a Python file: {error}")
+    except (OSError, ValueError) as error:     # no text, or NUL bytes in it
+        raise ValueError(f"config file {path} cannot be read: {error}")
     names, lines = {"__file__": path, "__name__": "config"}, {}
     try:
         exec(compile(tree, path, "exec"), names)
@@ -233,30 +217,30 @@ def settings_of(path, script, schemas, problems):
         problems.append(str(error))
         return {}
     known = {name for schema in schemas.values() for name in schema}
-    shared, own = {}, {}
+    settings = []     # (key, value, the scripts that it is for, place in the file)
     for name, value in names.items():
-        helper = isinstance(value, types.ModuleType) or callable(value) and name not in known
-        if name.startswith("_") or helper:
-            continue
-        if isinstance(value, dict) and name in schemas:     # a section: every key must be one of that script's
-            settings = [(inner, setting, [name], (name, inner)) for inner, setting in value.items()]
-        else:                                               # for every script that has it
-            settings = [(name, value, [stem for stem in schemas if name in schemas[stem]], name)]
-        for key, setting, stems, place in settings:
-            where = path + (f", line {lines[place]}" if place in lines else "")
-            for stem in stems:
-                if key not in schemas[stem]:
-                    problems.append(f"{where}: {stem}.py has no key '{key}'{nearest(key, schemas[stem])}")
-                    continue
-                try:
-                    fitted = fit(schemas[stem][key], setting)
-                except ValueError as error:
-                    problems.append(f"{where}: {error} (for {stem}.py)")
-                    continue
-                if stem == script:
-                    (own if isinstance(place, tuple) else shared)[key] = fitted
-            if not stems:
-                problems.append(f"{where}: no script has a key '{key}'{nearest(key, known | set(schemas))}")
+        if name.startswith("_") or isinstance(value, types.ModuleType) or callable(value) and name not in known:
+            continue     # the file's own helper
+        if isinstance(value, dict) and name in schemas:
+            settings += [(key, inner, [name], (name, key)) for key, inner in value.items()]
+        else:
+            settings.append((name, value, [stem for stem in schemas if name in schemas[stem]], name))
+    shared, own = {}, {}
+    for key, value, stems, place in settings:
+        where = path + (f", line {lines[place]}" if place in lines else "")
+        if not stems:
+            problems.append(f"{where}: no script has a key '{key}'{nearest(key, known | set(schemas))}")
+        for stem in stems:
+            if key not in schemas[stem]:
+                problems.append(f"{where}: {stem}.py has no key '{key}'{nearest(key, schemas[stem])}")
+                continue
+            try:
+                fitted = fit(schemas[stem][key], value)
+            except ValueError as error:
+                problems.append(f"{where}: {error} (for {stem}.py)")
+                continue
+            if stem == script:
+                (own if isinstance(place, tuple) else shared)[key] = fitted
     return {**shared, **own}
 
 
@@ -296,28 +280,24 @@ class Config:
         record = {"script": self.script, "hash": self.hash, "config": dict(self.items()), "files": self.files,
                   "commit": git_commit(), "versions": versions(), "argv": sys.argv, "environment": environment()}
         write_json(Path(folder) / "config.json", record)
-        words = {name: f"{name}={value!r}" for name, value in self.items()}
-        found = [f"{name} {version}" for name, version in record["versions"].items()]
-        for title, parts in [
-            (f"{self.script}.py", [f"config {self.hash}", f"commit {(record['commit'] or 'none')[:12]}", *found]),
-            ("called as", [shlex.join(sys.argv)] + [f"{name}={value}" for name, value in environment().items()]),
-            ("set", [words[name] for name, value in self.items() if value != self.default(name)]),
-            ("defaults", [words[name] for name, value in self.items() if value == self.default(name)]),
-        ]:
-            print(textwrap.fill("  ".join(parts), 118, initial_indent=f"{title:12} ", subsequent_indent=" " * 13,
-                                break_long_words=False, break_on_hyphens=False))
-        sys.stdout.flush()
+
+        def tell(title, *words):
+            print(textwrap.fill("  ".join(words), 118, initial_indent=f"{title:12} ", subsequent_indent=" " * 13,
+                                break_long_words=False, break_on_hyphens=False), flush=True)
+
+        versions_found = [f"{name} {version}" for name, version in record["versions"].items()]
+        tell(f"{self.script}.py", f"config {self.hash}", f"commit {(record['commit'] or 'none')[:12]}", *versions_found)
+        tell("called as", shlex.join(sys.argv), *(f"{name}={value}" for name, value in record["environment"].items()))
+        tell("set", *(f"{name}={value!r}" for name, value in self.items() if value != self.default(name)))
+        tell("defaults", *(f"{name}={value!r}" for name, value in self.items() if value == self.default(name)))
 
 
 def changed_keys(old, config):
     """[(key, old value, new value)] of what forbids to resume the run whose config.json (or its "config") is `old`."""
     old = old.get("config", old)
-    changes = []
-    for name, value in config.items():
-        before, now = json.loads(json.dumps([old.get(name, config.default(name)), value]))     # tuples as lists
-        if before != now and name not in MAY_CHANGE_ON_RESUME:
-            changes.append((name, before, now))
-    return changes
+    pairs = [(name, old.get(name, config.default(name)), value) for name, value in config.items()]
+    pairs = json.loads(json.dumps(pairs))     # tuples as lists
+    return [(name, before, now) for name, before, now in pairs if before != now and name not in MAY_CHANGE_ON_RESUME]
 
 
 def show_help(script, doc, schema):

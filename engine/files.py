@@ -5,6 +5,7 @@ A file is written beside its place as NAME.tmp, flushed to the disk (fsync) and 
 second run after a crash, sees the old content or the new one and never a half. The folder is flushed as well, because
 on most file systems a rename is durable only when the folder that records it is.
 """
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -45,10 +46,8 @@ def write_atomic(path, content):
         os.replace(temporary, path)
         fsync_folder(path.parent)
     except OSError as error:
-        try:
-            temporary.unlink(missing_ok=True)     # on a full disk the half file would stand in everybody's way
-        except OSError:
-            pass
+        with contextlib.suppress(OSError):
+            temporary.unlink()     # on a full disk the half file would stand in everybody's way
         refuse(f"cannot write {path}: {error.strerror}. Nothing that was there before has been touched.")
 
 
@@ -77,14 +76,10 @@ def read_json(path):
     """The dict in `path`; refuses a file that is missing, damaged, or written by a newer version than this one."""
     try:
         obj = json.loads(Path(path).read_bytes().decode("utf-8"))
-    except FileNotFoundError:
-        refuse(f"{path} does not exist")
     except OSError as error:
         refuse(f"{path} cannot be read: {error.strerror}")
-    except UnicodeDecodeError as error:
-        refuse(f"{path} is damaged: byte {error.start} is not UTF-8")
-    except json.JSONDecodeError as error:
-        refuse(f"{path} is damaged: line {error.lineno}, column {error.colno}: {error.msg}")
+    except ValueError as error:     # bad UTF-8 or bad JSON
+        refuse(f"{path} is damaged: {error}")
     if not isinstance(obj, dict):
         refuse(f"{path} holds a {type(obj).__name__}, expected an object with named values")
     version = obj.get("format_version", FORMAT_VERSION)

@@ -20,13 +20,8 @@ def environment():
 
 def versions():
     """Read from the installed packages' records, so that nobody waits for an import of torch."""
-    found = {"python": platform.python_version()}
-    for package in ("torch", "numpy"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "numpy")}
+    return {"python": platform.python_version(), **packages}
 
 
 def git_commit():
@@ -34,9 +29,9 @@ def git_commit():
     def git(*words):
         command = ["git", "-C", str(ROOT), *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    if not (ROOT / ".git").exists():     # else it would be the commit of some outer repository
+        return None
     try:
-        if (ROOT / ".git").exists():     # else it would be the commit of some outer repository
-            return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
-        pass     # no git on this machine, or no commit yet: a run needs neither
-    return None
+        return None     # no git on this machine, or no commit yet: a run needs neither

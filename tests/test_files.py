@@ -37,7 +37,7 @@ def test_json_round_trip(tmp_path):
 
 @pytest.mark.parametrize("content, words", [
     (b'{"a": 1,\n "b": }', ["damaged", "line 2"]),
-    (b'{"a": "\xff"}', ["damaged", "byte 7"]),
+    (b'{"a": "\xff"}', ["damaged", "position 7"]),
     (b"", ["damaged", "line 1"]),
     (b"[1]", ["list"]),
     (b'{"format_version": 99}', ["format_version 99"]),
@@ -52,7 +52,7 @@ def test_damaged_json_is_refused(tmp_path, capsys, content, words):
 
 
 def test_missing_json_is_refused(tmp_path, capsys):
-    assert "does not exist" in refused(capsys, read_json, tmp_path / "none.json")
+    assert "No such file" in refused(capsys, read_json, tmp_path / "none.json")
     assert "cannot be read" in refused(capsys, read_json, tmp_path)
 
 
