@@ -48,8 +48,7 @@ def results(folder):
 
 def save_tokenizer(folder, extra=()):
     ranks = [bytes([byte]) for byte in range(256)] + list(extra)
-    tokenizer = Tokenizer(ranks, PATTERNS["gpt4"], {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)},
-                          merges=[] if not extra else None)
+    tokenizer = Tokenizer(ranks, PATTERNS["gpt4"], {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)})
     shutil.rmtree(folder / "tokenizer", ignore_errors=True)
     (folder / "tokenizer").mkdir(parents=True)
     return tokenizer
