@@ -1,5 +1,6 @@
 """What all tests share: the import path, `--all`, and the folder of real files that some tests read when it is there."""
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -8,6 +9,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")     # and where a test starts a script with more, see runs/setup.sh
 
 import pytest
+
+# A shell that runs this in the background lets Ctrl-C be ignored, and what ignores it hands that on to its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))

@@ -28,5 +28,5 @@ def small_llama(seed=0, **changes):
 def llama2_7b():
     """The shape that config/llama2_7b.py stands for."""
     values = {key.name: key.default for key in read_schema(ROOT / "train.py").values()}
-    values.update(run_file(str(ROOT / "config" / "llama2_7b.py"))[0])
+    values.update(run_file(str(ROOT / "config" / "llama2_7b.py"))[0]["train"])
     return ModelConfig(**{name: values[name] for name in ModelConfig.__dataclass_fields__})
