@@ -189,17 +189,11 @@ def answers(model, tokenizer, entries, config, temperature=0.0):
 
 
 def question_scores(model, tokenizer, entries, config):
-    """{kind: exact, format, stop shares}, and one over all of them, for held-out conversations of one question each.
-
-    Greedy decoding where there is one right answer; a remark, of which there are many, is sampled."""
-    asked = [{"messages": entry["messages"][:-1], "kind": entry.get("kind", "questions")} for entry in entries]
-    greedy = [entry for entry in asked if entry["kind"] != "remark"]
-    sampled = [entry for entry in asked if entry["kind"] == "remark"]
-    made = iter(answers(model, tokenizer, greedy, config)), iter(answers(model, tokenizer, sampled, config, 1.0))
+    """{kind: exact, format, stop shares}, and one over all of them, for held-out conversations of one question each."""
+    asked = [{"messages": entry["messages"][:-1]} for entry in entries]
     by_kind = {}
-    for entry in entries:
+    for entry, (text, stopped, _) in zip(entries, answers(model, tokenizer, asked, config)):
         kind = entry.get("kind", "questions")
-        text, stopped, _ = next(made[kind == "remark"])
         right = entry["messages"][-1]["content"]
         # A kind that is not ours has no format of its own; a remark has no one right answer.
         in_format = kinds.KINDS[kind].follows_format(text) if kind in kinds.KINDS else None

@@ -142,9 +142,21 @@ def held_out_questions(kind, val_definitions, held_out, signatures, config):
         subjects = [d for d in signatures if kinds.suits_definition(kind, d)]
     else:
         subjects = [name for name in held_out if kinds.suits_name(kind, name)]
+    if kind == "style":
+        subjects = balanced(subjects, kinds.style, config.val_questions // 8, rng)
     subjects = rng.sample(subjects, min(len(subjects), config.val_questions))
     about = kinds.about_definition if sort in ("memory", "reading") else kinds.about_name
     return [about(kind, subject, rng) for subject in subjects]
+
+
+def balanced(subjects, answer, most, rng):
+    """At most `most` subjects with the same answer: many names are alike, so a constant would be right too often."""
+    count, kept = {}, []
+    for subject in rng.sample(subjects, len(subjects)):
+        count[answer(subject)] = count.get(answer(subject), 0) + 1
+        if count[answer(subject)] <= most:
+            kept.append(subject)
+    return kept
 
 
 def unambiguous(kind, definitions):

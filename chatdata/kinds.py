@@ -2,9 +2,9 @@
 
 Three sorts, and the difference is the point:
 
-    memory    module, what, signature    the answer stood on some page; on a page never seen it can only be guessed
+    memory    module, what               the answer stood on some page; on a page never seen it can only be guessed
     reading   count, optional, default   a signature stands in the prompt and has to be read
-    rule      spell, constant, snake     a rule turns the question into the answer, for names never seen as well
+    rule      style, spell, snake        a rule turns the question into the answer, for names never seen as well
 
 `remark` is the alignment task (remark.py): many answers are right, so it has a format and a score but no exact answer.
 
@@ -52,48 +52,43 @@ KINDS = {
         "Where is `{}` defined?",
         "In which module do I find `{}`?",
     ), "It is in the module `{}`.", r"[A-Za-z_][\w.]*"),
-    "what": Kind("memory", False, 0.04, (
+    "what": Kind("memory", False, 0.05, (
         "What does `{}` do?",
         "What is `{}` for?",
         "Explain `{}` in one sentence.",
     ), "{}", r"[A-Z][^.!?]+\."),
-    "signature": Kind("memory", False, 0.04, (
-        "How is `{}` called?",
-        "Which parameters does `{}` take?",
-        "Show me the signature of `{}`.",
-    ), "`{}`", r"[A-Za-z_]\w*\(.*\)"),
-    "count": Kind("reading", False, 0.24, (
+    "count": Kind("reading", False, 0.16, (
         "How many parameters has `{}`?",
         "Count the parameters of `{}`.",
         "Here is `{}`. How many parameters are there?",
     ), "Parameters: {}.", r"\d+"),
-    "optional": Kind("reading", True, 0.12, (
+    "optional": Kind("reading", True, 0.08, (
         "Which parameters of `{}` have a default?",
         "What may I leave out when I call `{}`?",
         "Name the parameters of `{}` that have a default.",
     ), "With a default: {}.", r"[A-Za-z_]\w*(, [A-Za-z_]\w*)*"),
-    "default": Kind("reading", True, 0.14, (
+    "default": Kind("reading", True, 0.09, (
         "In `{}`, what is the default of {}?",
         "Here is `{}`. Which default has {}?",
         "Look at `{}` and tell me the default of {}.",
     ), "It is {}", r"[A-Za-z_]\w*=(-?\w[\w.]*|'\w*')"),
+    "style": Kind("rule", False, 0.22, (
+        "How is the name `{}` written?",
+        "Describe the style of `{}`.",
+        "What kind of name is `{}`?",
+    ), "It is {}.", r"(public|private), (lower case|capitals|CamelCase|mixedCase|of no style), words: \d+"),
     "spell": Kind("rule", False, 0.10, (
         "Spell `{}`.",
         "How is `{}` spelled?",
         "Give me the letters of `{}`.",
         "Spell out the name `{}`.",
     ), "{}", r"\S( \S)*"),
-    "constant": Kind("rule", False, 0.06, (
-        "Write `{}` in capitals.",
-        "What would `{}` be called as a constant?",
-        "Put `{}` in upper case.",
-    ), "`{}`", r"[A-Z0-9_]+"),
-    "snake": Kind("rule", True, 0.07, (
+    "snake": Kind("rule", True, 0.06, (
         "Make one name of the words `{}`.",
         "What would a function for `{}` be called?",
         "Join `{}` into a name.",
     ), "`{}`", r"[a-z][a-z0-9]*(_[a-z0-9]+)*"),
-    "remark": Kind("remark", False, 0.15, remark.QUESTIONS, "{}", ""),
+    "remark": Kind("remark", False, 0.20, remark.QUESTIONS, "{}", ""),
 }
 
 
@@ -105,6 +100,15 @@ def spell(name):
 
 # A number, a name or a short text: no brackets, no commas. Not None, which half of all defaults are: who knew only the
 # name asked about would be right that often.
+def style(name):
+    """Who may use a name, how it is written and of how many words: `_wrapText` is private, mixedCase, words: 2."""
+    bare = name.strip("_")
+    case = ("lower case" if bare.islower() else "capitals" if bare.isupper() else "of no style" if "_" in bare
+            else "CamelCase" if bare[0].isupper() else "mixedCase")
+    words = re.findall(r"[A-Z]?[a-z][a-z0-9]*|[A-Z0-9]+(?![a-z])", bare)      # HTTPServer is HTTP and Server
+    return f"{'private' if name.startswith('_') else 'public'}, {case}, words: {len(words)}"
+
+
 SIMPLE_DEFAULT = re.compile(r"(?!None$)(-?\w[\w.]*|'\w*')")
 
 
@@ -126,8 +130,6 @@ def about_definition(kind, definition, rng):
         return ask(kind, definition.name, definition.module, rng)
     if kind == "what":
         return ask(kind, qualified, definition.sentence, rng)
-    if kind == "signature":
-        return ask(kind, qualified, definition.signature, rng)
     if kind == "count":
         return ask(kind, definition.signature, len(definition.parameters), rng)
     with_default = optional(definition.parameters)
@@ -141,8 +143,8 @@ def about_name(kind, name, rng):
     """The question of a rule kind (or a remark) about a name."""
     if kind == "spell":
         return ask(kind, name, spell(name), rng)
-    if kind == "constant":
-        return ask(kind, name, name.upper(), rng)
+    if kind == "style":
+        return ask(kind, name, style(name), rng)
     if kind == "snake":
         return ask(kind, name.replace("_", " "), name, rng)
     return ask(kind, name, remark.sample(rng), rng)
@@ -168,31 +170,35 @@ def suits_definition(kind, definition):
         return len(definition.parameters) > 1 and len(with_default) > 0
     if kind == "default":           # one default alone could be found without knowing whose it is
         return len(with_default) > 2 and any(SIMPLE_DEFAULT.fullmatch(p.default) for p in with_default)
-    return kind != "signature" or len(definition.parameters) > 0
+    return True
 
 
 def suits_name(kind, name):
     if kind == "spell":
         return 3 <= len(name) <= 20
-    if kind == "constant":
-        return re.fullmatch(r"[a-z][a-z0-9_]{2,19}", name) is not None
+    if kind == "style":
+        return re.fullmatch(r"_?[A-Za-z][A-Za-z0-9_]{2,23}", name) is not None
     if kind == "snake":
         return re.fullmatch(r"[a-z]+(_[a-z]+){1,3}", name) is not None
     return True
 
 
 def made_name(kind, words, rng):
-    """A name put together from one to three words of the documentation: `wrap_socket`, `sizeHint`, `Timeout`.
+    """A name put together from one to four words of the documentation: `wrap_socket`, `sizeHint`, `_TIMEOUT`.
 
     The names that the pages define are too few to teach spelling: each piece of the vocabulary has to be seen spelled.
     """
     while True:
         parts = [rng.choice(words) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))]
-        name = "_".join(parts)
-        if kind != "spell" or rng.random() < 0.7:
-            name = name.lower()
-        elif rng.random() < 0.5:
-            name = "".join(part[0].upper() + part[1:] for part in parts)
+        capitalised = [part[0].upper() + part[1:].lower() for part in parts]
+        name = rng.choice((
+            "_".join(parts).lower(),
+            "_".join(parts).lower() if kind != "style" else "_".join(parts).upper(),
+            "".join(capitalised),
+            parts[0].lower() + "".join(capitalised[1:]),
+        )) if kind != "snake" else "_".join(parts).lower()
+        if kind == "style" and rng.random() < 0.3:
+            name = "_" + name
         if suits_name(kind, name):
             return name
 

@@ -59,6 +59,7 @@ def made_up_page(name, words, rng, n=30):
     lines = [name, "A module.", "Functions"]
     for _ in range(n):
         function = "_".join(rng.sample(words, rng.randint(1, 3)))
+        function = rng.choice((function, function.title().replace("_", ""), "_" + function))
         given = rng.sample(words, rng.randint(0, 5))
         cut = rng.randint(0, len(given))
         arguments = ", ".join(given[:cut] + [f"{word}={rng.choice(DEFAULTS)}"
@@ -228,7 +229,7 @@ def test_no_held_out_name_is_in_any_training_question(made):
                                                   part.split(".")[-1])}
     assert not named & {name.lower() for name in held_out}
     asked = {row["subject"] for row in lines_of(made, "conversations_val")
-             if row["kind"] in ("spell", "constant", "module")}
+             if row["kind"] in ("spell", "style", "module")}
     assert asked and asked <= set(held_out)
 
 
@@ -265,7 +266,7 @@ def test_every_answer_follows_its_kinds_format_and_is_right(made):
     optional = lambda subject: ", ".join(re.findall(r"(\w+)=", subject))
     right = {
         "spell": lambda subject, answer: answer.replace(" ", "") == subject,
-        "constant": lambda subject, answer: answer == f"`{subject.upper()}`",
+        "style": lambda subject, answer: answer.startswith("It is private" if subject[0] == "_" else "It is public"),
         "snake": lambda subject, answer: answer == f"`{subject.replace(' ', '_')}`",
         "count": lambda subject, answer: answer == f"Parameters: {len(arguments_of(subject))}.",
         "optional": lambda subject, answer: answer == f"With a default: {optional(subject)}.",
@@ -277,10 +278,19 @@ def test_every_answer_follows_its_kinds_format_and_is_right(made):
 
 
 @pytest.mark.parametrize("kind, answer", [
-    ("spell", "f ill"), ("spell", "f  i"), ("constant", "`wrap`"), ("count", "Parameters: many."),
+    ("spell", "f ill"), ("spell", "f  i"), ("style", "It is private."), ("count", "Parameters: many."),
     ("module", "It is in `os`."), ("snake", "wrap_text"), ("what", "fills a text."), ("remark", "Nice.")])
 def test_formats_refuse(kind, answer):
     assert not kinds.KINDS[kind].follows_format(answer)
+
+
+@pytest.mark.parametrize("name, style", [
+    ("fill", "public, lower case, words: 1"), ("_wrap_text", "private, lower case, words: 2"),
+    ("HTTPServer", "public, CamelCase, words: 2"), ("assertNotIsInstance", "public, mixedCase, words: 4"),
+    ("_MAX_LEVEL_2", "private, capitals, words: 3"), ("sha256", "public, lower case, words: 1"),
+    ("Make_me", "public, of no style, words: 2"), ("Thread", "public, CamelCase, words: 1")])
+def test_style_of_names(name, style):
+    assert kinds.style(name) == style
 
 
 def test_baselines_by_hand():
