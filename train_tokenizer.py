@@ -13,10 +13,10 @@ most often, until the vocabulary is full:
 
 Two facts make that fast. Pairs never cross the borders of the pieces that the pattern cuts (about: words), so each
 distinct piece is needed only once, with its count: 10 MB of text are a few ten thousand pieces. And a merge changes
-only the pieces that hold its pair, so counts are kept up to date instead of being taken again. `train_slowly` is the
-algorithm without the second fact; `train` is the same, merge for merge, hundreds of times faster, and the tests hold
-them against each other. Of pairs that occur equally often the one with the smallest (left id, right id) wins, so the
-result depends on nothing but the text: not on the order of documents, nor on the number of workers.
+only the pieces that hold its pair, so counts are kept up to date instead of being taken again. (The tests hold `train`,
+merge for merge, against the algorithm that counts all pairs for each merge.) Of pairs that occur equally often the one
+with the smallest (left id, right id) wins, so the result depends on nothing but the text, not on the order of documents
+nor on the number of workers.
 
 Only the training split is read. Results, in data_dir/tokenizer:
 
@@ -48,7 +48,6 @@ from engine.tokenizer import BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer, va
 
 data_dir = "data/demo"
 vocab_size = 4096           # of the whole vocabulary: 256 bytes, merges, and the 7 special tokens
-pattern = "gpt4"            # how text is cut: gpt4 or gpt2
 min_frequency = 2           # a pair that occurs less often never becomes a token
 compare: tuple[str] = ()    # rank files to report beside ours: gpt2's vocab.bpe, cl100k_base.tiktoken
 workers = 0                 # processes that count pieces; 0: one for each core
@@ -104,7 +103,7 @@ def count_in_parallel(documents, pattern, workers):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Merging. Both trainers: dict bytes -> count, in; list of (left id, right id), out; the i-th merge makes id 256 + i.
+# Merging
 
 BYTE_ID = {byte: id for id, byte in enumerate(BYTE_ORDER)}
 
@@ -118,30 +117,14 @@ def join(ids, pair, new_id):
         i += 1
 
 
-def train_slowly(words, n_merges, min_frequency=1):
-    """The algorithm, to read and to test against: count all pairs, merge the best one everywhere, again."""
-    pieces = [([BYTE_ID[byte] for byte in word], count) for word, count in words.items()]
-    merges = []
-    while len(merges) < n_merges:
-        counts = Counter()
-        for ids, count in pieces:
-            for pair in zip(ids, ids[1:]):
-                counts[pair] += count
-        best = min(counts, key=lambda pair: (-counts[pair], pair), default=None)
-        if counts[best] < min_frequency:
-            break
-        for ids, _ in pieces:
-            join(ids, best, 256 + len(merges))
-        merges.append(best)
-    return merges
-
-
 def train(words, n_merges, min_frequency=1, progress=lambda: None):
     """
-    The same merges as train_slowly. A heap holds the pairs by count. When a pair loses occurrences its entry is not
-    touched: counts only ever fall (a pair is born, with all its occurrences, in the merge that makes the later of its
-    symbols), so an entry is never too low, and one that turns out too high when it comes up is put back with what is
-    true. For the same reason `places` only has to name the pieces in which a pair was born.
+    words: dict bytes -> count. -> list of (left id, right id); the i-th merge makes id 256 + i.
+
+    A heap holds the pairs by count. When a pair loses occurrences its entry is not touched: counts only ever fall (a
+    pair is born, with all its occurrences, in the merge that makes the later of its symbols), so an entry is never too
+    low, and one that turns out too high when it comes up is put back with what is true. For the same reason `places`
+    only has to name the pieces in which a pair was born.
     """
     pieces = [[BYTE_ID[byte] for byte in word] for word in words]
     weights = list(words.values())
@@ -191,7 +174,6 @@ def check(config):
     problems = {
         f"vocab_size = {config.vocab_size}: expected more than {smallest} (the bytes and the special tokens)":
             config.vocab_size <= smallest,
-        f"pattern = {config.pattern!r}: expected one of {', '.join(PATTERNS)}": config.pattern not in PATTERNS,
         f"min_frequency = {config.min_frequency}: expected at least 1": config.min_frequency < 1,
         f"workers = {config.workers}: expected 1 or more, or 0 for one for each core": config.workers < 0,
         **{f"{file} does not exist": not Path(file).is_file() for file in config.compare},
@@ -203,7 +185,7 @@ def check(config):
 def made_from(config):
     """Everything that decides the result: if it is the same, so is the tokenizer. Goes into report.json."""
     files = {"docs": sorted(Path(config.data_dir, "docs").glob("*.jsonl.zst")), "compare": config.compare}
-    keys = {key: getattr(config, key) for key in ("vocab_size", "pattern", "min_frequency")}
+    keys = {key: getattr(config, key) for key in ("vocab_size", "min_frequency")}
     return keys | {kind: [[Path(name).name, sha256_file(name)] for name in names] for kind, names in files.items()}
 
 
@@ -256,7 +238,7 @@ def main(config):
     start = time.perf_counter()
     texts = (document["text"] for document in read_documents(config.data_dir, "train"))
     texts = tqdm(texts, unit=" docs", desc="counting", disable=not sys.stdout.isatty())
-    counts = count_in_parallel(texts, PATTERNS[config.pattern], config.workers or os.cpu_count())
+    counts = count_in_parallel(texts, PATTERNS["gpt4"], config.workers or os.cpu_count())
     words = {piece.encode(): count for piece, count in counts.items()}
     if not words:
         refuse(f"{config.data_dir}/docs: there is no text in it, so there is nothing to learn from.")
@@ -279,7 +261,7 @@ def main(config):
     for left, right in merges:
         ranks.append(ranks[left] + ranks[right])
     specials = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
-    tokenizer = Tokenizer(ranks, PATTERNS[config.pattern], specials, merges)
+    tokenizer = Tokenizer(ranks, PATTERNS["gpt4"], specials, merges)
     tokenizer.save(folder)
     tokenizer.save_ranks(folder / "tokenizer.tiktoken")
 

@@ -7,15 +7,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Named one by one, never the whole environment: that holds people's tokens, and it ends up in files that are shared.
-VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MKL_NUM_THREADS", "RANK", "LOCAL_RANK",
-             "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG",
+# By the beginnings of their names. Never the whole environment: that holds people's tokens, and the record is shared.
+VARIABLES = ("OMP_", "GOMP_", "MKL_", "NCCL_", "TORCH", "CUDA_", "CUBLAS_", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
              "PYTHONHASHSEED")
-PREFIXES = ("NCCL_", "TORCH")
 
 
 def environment():
-    return {name: value for name, value in sorted(os.environ.items()) if name in VARIABLES or name.startswith(PREFIXES)}
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
 
 
 def versions():

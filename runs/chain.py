@@ -9,6 +9,7 @@ Appends to out_dir/timing.jsonl one line per call that did something: stage, wal
 of a stage is the sum of its calls up to the one that finished (runs/report.py adds them up); a call that found its
 stage done is not recorded.
 """
+import contextlib
 import json
 import os
 import resource
@@ -43,11 +44,9 @@ def newest_change(folders):
     times = [0.0]
     for folder in folders:
         for path in Path(folder).rglob("*"):
-            try:
-                if path.name not in (".lock", "config.json", "timing.jsonl"):
+            if path.name not in (".lock", "config.json", "timing.jsonl"):
+                with contextlib.suppress(FileNotFoundError):     # a temporary file that is just being removed
                     times.append(path.stat().st_mtime)
-            except FileNotFoundError:
-                pass     # a temporary file of a stage that is still being removed
     return max(times)
 
 
