@@ -46,6 +46,7 @@ device = "auto"                # 'auto', 'cpu', 'cuda', 'mps'
 dtype = "auto"                 # of the matrix products: 'auto', 'bf16', 'fp32'
 threads = 0                    # of a CPU; 0: the cores of the machine, shared by its processes
 deterministic = True           # the same bits in every run
+attention = "flash"            # 'flash' or 'fp32'; the explicit one is the faster one for short rows on a CPU
 max_pairs = 0                  # how many of the training pairs to use; 0: all
 epochs = 1                     # with more than one it learns the pairs by heart
 pairs_per_step = 64            # in the global batch
@@ -213,8 +214,8 @@ def main(config):
         return
 
     # 2. The starting model, and its trunk once more under a head of one number.
-    policy, tokenizer = load_model(source)
-    model, _ = load_model(source, kind="scalar")
+    policy, tokenizer = load_model(source, attention=config.attention)
+    model, _ = load_model(source, kind="scalar", attention=config.attention)
     policy.to(setup.device).eval()
     model.to(setup.device).eval()                                          # dropout would be noise in a difference
 

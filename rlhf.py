@@ -65,6 +65,7 @@ device = "auto"                # 'auto', 'cpu', 'cuda', 'mps'
 dtype = "auto"                 # of the matrix products: 'auto' (fp32 on a CPU), 'bf16', 'fp32'
 threads = 0                    # of a CPU; 0: the cores of the machine, shared by its processes
 deterministic = True           # the same bits in every run
+attention = "flash"            # 'flash' or 'fp32'; the explicit one is the faster one for short rows on a CPU
 updates = 24                   # rounds of roll-out and improvement
 episodes = 64                  # answers per update, all processes together
 max_new_tokens = 64            # longest answer
@@ -453,8 +454,8 @@ def main(config):
 
     # The four networks. All of them stay in eval mode for the whole run: with dropout on, the ratio of new and old
     # probabilities would be noise.
-    policy, tokenizer = load_model(policy_folder)
-    reward, _ = load_model(reward_folder, kind="scalar")
+    policy, tokenizer = load_model(policy_folder, attention=config.attention)
+    reward, _ = load_model(reward_folder, kind="scalar", attention=config.attention)
     policy.to(setup.device).eval()
     reward.to(setup.device).eval().requires_grad_(False)
     reference = copy.deepcopy(policy).requires_grad_(False)

@@ -20,3 +20,6 @@ train = dict(n_layer=4, n_head=4, n_kv_head=4, n_embd=256, n_inner=704, block_si
 # Conversations are short, and for short rows the explicit attention is the faster one on a CPU.
 sft = dict(batch_size=32, micro_batch_size=32, learning_rate=2e-3, max_steps=480, attention="fp32", eval_every=120,
            save_full=120)
+
+reward = dict(learning_rate=1e-3, epochs=2, attention="fp32")
+rlhf = dict(attention="fp32")
