@@ -172,8 +172,8 @@ def test_the_split_is_by_page_and_stays_when_pages_come_and_go(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(reversed(lines[30:])))
     many(tmp_path / "b.jsonl", 40, "http://b.example/")
     # A second version of a page, and one with a fragment, lie on the page's own side.
-    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": prose(f"new{n}"), "url": url + "#part"}) + "\n"
-                                              for n, url in enumerate(urls[:40])))
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": prose("new" + url[-7:]), "url": url + "#part"}) + "\n"
+                                              for url in urls[:40]))
     run(tmp_path / "d", tmp_path / "*.jsonl", "--val_fraction=0.2")
     after = {}
     for document in documents(tmp_path / "d"):
@@ -181,6 +181,7 @@ def test_the_split_is_by_page_and_stays_when_pages_come_and_go(tmp_path):
         assert after.setdefault(page, document["split"]) == document["split"]
     assert all(after[url] == split for url, split in before.items() if url in after)
     assert len(set(after) & set(before)) > 80
+    assert sum("#" in document["url"] for document in documents(tmp_path / "d")) == 40
 
 
 def test_more_is_held_out_by_a_larger_fraction_and_pinned_pages_always(tmp_path):
@@ -265,6 +266,21 @@ def test_stale_and_damaged_shard_files_do_not_survive(tmp_path, inputs, byte_tok
             path.write_bytes(path.read_bytes()[:-1] + b"~")
         run(tmp_path / "d", inputs)
         assert results(tmp_path / "d") == whole, name
+
+
+@pytest.mark.parametrize("step, change", [("write_index", "--shard_tokens=50"),
+                                          ("write_documents", "--val_fraction=0.5")])
+def test_while_one_is_rewritten_no_reader_takes_the_old(tmp_path, inputs, byte_tokenizer, monkeypatch, step, change):
+    """A stop in the middle of rewriting leaves no audit and no index that would vouch for what lies there."""
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+    byte_tokenizer(tmp_path / "d")
+    run(tmp_path / "d", inputs)
+    monkeypatch.setattr(prepare_data, step, stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "d", inputs, change)
+    with pytest.raises(SystemExit):
+        TokenData(tmp_path / "d" / "tokens", "train") if step == "write_index" else documents(tmp_path / "d")
 
 
 def test_a_tokenizer_without_bos_is_refused(tmp_path, inputs, byte_tokenizer, capsys):
