@@ -134,9 +134,12 @@ def test_r30_d28_duplicates_over_all_files(tmp_path):
     folder.mkdir()
     for name, pages in (("x", ("alder", "birch")), ("y", ("alder", "cedar")), ("z", ("alder", "birch", "dogwood"))):
         archive(folder / f"{name}.warc.gz", pages, f"http://{name}.example/")
-    run(tmp_path / "d", folder)
-    assert sorted(texts(tmp_path / "d")) == ["http://x.example/alder", "http://x.example/birch",
-                                             "http://y.example/cedar", "http://z.example/dogwood"]
+    for threshold in (0.85, 0):                                  # 0: exact duplicates only
+        run(tmp_path / "d", folder, f"--minhash_threshold={threshold}")
+        assert sorted(texts(tmp_path / "d")) == ["http://x.example/alder", "http://x.example/birch",
+                                                 "http://y.example/cedar", "http://z.example/dogwood"]
+        reasons = json.loads((tmp_path / "d" / "audit.json").read_text())["filters"]["exact_duplicate"]["reasons"]
+        assert reasons["exact_duplicate"]["hosts"] == {"z.example": 2, "y.example": 1}
 
 
 def test_d9_real_common_crawl_files(tmp_path, shared_data, capsys):
@@ -281,6 +284,7 @@ def test_while_one_is_rewritten_no_reader_takes_the_old(tmp_path, inputs, byte_t
         run(tmp_path / "d", inputs, change)
     with pytest.raises(SystemExit):
         TokenData(tmp_path / "d" / "tokens", "train") if step == "write_index" else documents(tmp_path / "d")
+    assert not (tmp_path / "d" / ("tokens/index.json" if step == "write_index" else "audit.json")).exists()
 
 
 def test_a_tokenizer_without_bos_is_refused(tmp_path, inputs, byte_tokenizer, capsys):
