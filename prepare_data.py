@@ -13,7 +13,7 @@ Inputs are WARC (also .gz, .zst), WET, JSON lines with a "text", and text files.
 
     read         prepare/warc.py      records, HTTP, chunks and compression; damage is counted and passed over
     clean        prepare/filters.py   protocol, charset, HTML to text (prepare/text.py), length, language, guards
-    deduplicate  prepare/dedup.py     exact copies, then MinHash with every candidate pair verified
+    deduplicate  prepare/dedup.py     exact copies, MinHash with every candidate pair verified, repeated paragraphs
     split        here                 held-out pages by a hash of their URL, so that they stay held out for ever
     tokenise     here                 BOS text EOS into engine/shards.py
 
@@ -46,7 +46,8 @@ from engine.shards import ShardWriter, publish, read_documents, read_jsonl_zst, 
 from engine.tokenizer import Tokenizer
 from prepare.audit import add, empty_audit, finished, measure, tally, waterfall
 from prepare.corpus import build_corpus
-from prepare.dedup import NGRAM, MinHash, candidate_probability, representatives, text_hash
+from prepare.dedup import (NGRAM, PARAGRAPH_BREAK, MinHash, candidate_probability, paragraph_hashes, repeated,
+                           representatives, text_hash)
 from prepare.filters import FILTERS, RULES
 from prepare.warc import read_pages
 
@@ -68,6 +69,7 @@ minhash_threshold = 0.85          # resemblance from which a page is a near-dupl
 minhash_bands = 16                # more bands: more pairs are compared
 minhash_rows = 8                  # in each band; bands x rows = 128 hash functions
 minhash_seed = 1                  # not the run's seed: another seed of training has the same data
+paragraph_min_chars = 0           # from this length on, a paragraph that stood before is left out; 0: none is
 val_fraction = 0.05               # of pages, by a hash of the URL
 val_pinned: tuple[str] = ()       # URLs held out in any case; * matches anything
 shard_tokens = 100_000_000        # in each file of tokens/
@@ -79,8 +81,9 @@ TEXTS_AT_ONCE = 64                # given to the tokenizer together
 # What the cleaned pages of an input file depend on, besides the file and the program.
 CLEAN_KEYS = ("max_decompressed", "main_content", "languages", "language_threshold", "max_replacement", "min_chars",
               "max_chars", "min_entropy", "min_ascii", "rules", "minhash_bands", "minhash_rows", "minhash_seed",
-              "val_pinned")
+              "paragraph_min_chars", "val_pinned")
 DOCS_KEYS = (*CLEAN_KEYS, "minhash_threshold", "val_fraction")
+DUPLICATES = ("exact_duplicate", "near_duplicate", "repeated_paragraphs")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -153,7 +156,7 @@ def clean_file(path, target, settings, alone=True):
     steps = [*FILTERS, *(RULES[name] for name in settings["rules"])]
     audit, losses = empty_audit([step.__name__ for step in steps]), Counter()
     minhash = MinHash(settings["minhash_bands"], settings["minhash_rows"], settings["minhash_seed"])
-    hashes, signatures, places = [], [], []
+    hashes, signatures, places, paragraphs = [], [], [], []
     documents = DocumentFile(f"{target}.jsonl.zst")
     pages = read_pages(path, losses, settings["max_decompressed"])
     for page in progress(pages, None, f"cleaning {Path(path).name}") if alone else pages:
@@ -171,11 +174,14 @@ def clean_file(path, target, settings, alone=True):
         hashes.append(np.frombuffer(text_hash(text), dtype=np.uint64))
         signatures.append(minhash.signature(text))
         places.append(place(page, settings["val_pinned"]))
+        paragraphs.append(paragraph_hashes(text, settings["paragraph_min_chars"]))
     documents.close()
     with open(f"{target}.npz.tmp", "wb") as file:
         np.savez(file, places=np.array(places, dtype=np.float64),
                  hashes=np.array(hashes, dtype=np.uint64).reshape(-1, 2),
-                 signatures=np.array(signatures, dtype=np.uint32).reshape(len(hashes), len(minhash.a)))
+                 signatures=np.array(signatures, dtype=np.uint32).reshape(len(hashes), len(minhash.a)),
+                 paragraphs=np.concatenate([np.zeros((0, 2), dtype=np.uint64), *paragraphs]),
+                 paragraph_counts=np.array([len(rows) for rows in paragraphs], dtype=np.int64))
         publish(file, f"{target}.npz")
     # Whole: nothing of the file was lost on the way. A truncated file is never reported as clean.
     harmless = ("records", "other_records", "warc_truncated_header")
@@ -271,23 +277,29 @@ def clean_inputs(paths, config, work, program, clock):
 # Deduplicate over all files, split, write
 
 def deduplicate(parts, config):
-    """(kept, why) over the documents of all parts in order: a bool array, and for each dropped one (reason, detail).
+    """What becomes of the documents of all parts, in order: exact copies go, then near-duplicates, then paragraphs.
 
-    Two of one text: the first stays. Then near-duplicates, see prepare/dedup.py.
+    -> kept, a bool array; why, for each dropped one (reason, detail); again, for each document a bool array that is
+    True at the paragraphs to be left out. See prepare/dedup.py.
     """
-    hashes = np.concatenate([part["hashes"] for part in parts])
-    _, first = np.unique(hashes, axis=0, return_index=True)
-    kept = np.zeros(len(hashes), dtype=bool)
+    together = lambda name: np.concatenate([part[name] for part in parts])
+    _, first = np.unique(together("hashes"), axis=0, return_index=True)
+    kept = np.zeros(len(together("hashes")), dtype=bool)
     kept[first] = True
     why = {int(document): ("exact_duplicate", "") for document in np.flatnonzero(~kept)}
     if config.minhash_threshold > 0 and kept.any():
         rest = np.flatnonzero(kept)
-        signatures = np.concatenate([part["signatures"] for part in parts])[rest]
-        chosen, resemblance = representatives(signatures, config.minhash_bands, config.minhash_threshold)
+        chosen, resemblance = representatives(together("signatures")[rest], config.minhash_bands,
+                                              config.minhash_threshold)
         for document in np.flatnonzero(chosen != np.arange(len(rest))):
             kept[rest[document]] = False
             why[int(rest[document])] = ("near_duplicate", f"resemblance={resemblance[document]:.3f}")
-    return kept, why
+    again, lengths = repeated(together("paragraphs"), together("paragraph_counts"), kept)
+    for document in np.flatnonzero(kept & (lengths < config.min_chars)):
+        if again[document].any():
+            kept[document] = False
+            why[int(document)] = ("repeated_paragraphs", f"characters_left={lengths[document]}")
+    return kept, why, again
 
 
 def write_documents(done, config, folder, audit):
@@ -296,7 +308,7 @@ def write_documents(done, config, folder, audit):
     for target, _ in done:
         with np.load(target.with_suffix(".npz")) as arrays:
             parts.append(dict(arrays))
-    kept, why = deduplicate(parts, config)
+    kept, why, again = deduplicate(parts, config)
     places = np.concatenate([part["places"] for part in parts])
     held_out = places < config.val_fraction
     if config.val_fraction > 0 and kept.sum() > 1 and not (held_out & kept).any():
@@ -315,13 +327,18 @@ def write_documents(done, config, folder, audit):
         for document in read_jsonl_zst(f"{target}.jsonl.zst"):
             size = len(document["text"].encode("utf-8"))
             reason, detail = why.get(number, (None, ""))
-            for name in ("exact_duplicate", "near_duplicate"):
+            for name in DUPLICATES:
                 stage = audit["filters"][name]
                 stage["documents_in"] += 1
                 stage["bytes_in"] += size
                 if reason == name:
                     tally(stage["reasons"].setdefault(name, {}), document, size, detail)
                     break
+                if name == "repeated_paragraphs" and again[number].any():
+                    paragraphs = document["text"].split(PARAGRAPH_BREAK)
+                    text = PARAGRAPH_BREAK.join(p for p, out in zip(paragraphs, again[number], strict=True) if not out)
+                    document |= {"text": text, "length": len(text)}
+                    size = len(text.encode("utf-8"))
                 stage["documents_out"] += 1
                 stage["bytes_out"] += size
             if kept[number]:
@@ -502,7 +519,7 @@ def prepare(config, root):
         print("documents: done before and unchanged")
     else:
         audit_file.unlink(missing_ok=True)
-        counts = empty_audit([*(step.__name__ for step in FILTERS), *config.rules, "exact_duplicate", "near_duplicate"])
+        counts = empty_audit([*(step.__name__ for step in FILTERS), *config.rules, *DUPLICATES])
         for _, part in done:
             add(counts, part["audit"])
         documents = write_documents(done, config, root / "docs", counts)

@@ -10,7 +10,9 @@ out_dir = "out/demo"
 
 # The documents are Python's own documentation. It is no prose: Gopher's rules (--rules=gopher_quality,gopher_repetition)
 # would drop 261 of the 542 pages, mostly for lines that recur, as "Methods inherited from" must. The guards alone decide.
-prepare_data = dict(corpus="pydoc")
+# Inherited methods are documented on every page of a class that has them, so paragraphs are kept once: without that, half
+# of the text would be repetition, and more than half of a held-out page would stand in the training text word for word.
+prepare_data = dict(corpus="pydoc", paragraph_min_chars=40)
 
 # 4.2 million parameters: what two cores can train in about five minutes, on 1.2 epochs of the text. Every token counts in so
 # short a run, so the matrices are trained by Muon, and the steps are small.

@@ -1,4 +1,4 @@
-"""Near-duplicates: MinHash signatures, bands that propose pairs, and a check of every pair that was proposed.
+"""Near-duplicates (MinHash), and paragraphs that stood before.
 
 Two texts resemble each other as far as their sets of word 5-grams do: J = |A and B| / |A or B| (Broder 1997). A
 signature keeps the minimum of each of 128 hash functions over the set; two signatures agree in a place with
@@ -8,6 +8,10 @@ in a whole band are candidates, which happens with probability 1 - (1 - J^8)^16 
 So a candidate is not yet a duplicate. Without the check below, pages that share a template are joined into one cluster
 and all but one are lost; chains A~B~C make it worse. Here a page is dropped only if it resembles, in at least
 `threshold` of the whole signature, one page that is itself kept: its representative, the earliest such page.
+
+What is left still shares much: menus, licences, and in API documentation every inherited method on every page. So each
+paragraph may be kept where it stands first and left out after that, as CCNet does (Wenzek et al. 2019, arXiv
+1911.00359, 3.1). No such paragraph is then on both sides of the split either.
 """
 
 import functools
@@ -130,3 +134,37 @@ def representatives(signatures, bands, threshold):
         for place in places:
             kept_in.setdefault(place, []).append(document)
     return chosen, resemblance
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Paragraphs
+
+PARAGRAPH_BREAK = "\n\n"       # a blank line, of which normalised text has at most one at a time
+
+
+def paragraph_hashes(text, min_chars):
+    """(n, 2) uint64: for each paragraph of a text its hash, 0 for one of fewer than `min_chars` characters, and its
+    length in characters. Without case, accents, punctuation and the values of digits, as in CCNet. min_chars 0: (0, 2)."""
+    rows = []
+    for paragraph in text.split(PARAGRAPH_BREAK) if min_chars else ():
+        key = 0
+        if len(paragraph) >= min_chars:
+            key = int.from_bytes(text_hash(" ".join(words_of(paragraph)) or paragraph)[:8], "little")
+        rows.append((key, len(paragraph)))
+    return np.array(rows, dtype=np.uint64).reshape(-1, 2)
+
+
+def repeated(paragraphs, counts, kept):
+    """Which paragraphs stood before: in a kept document that came earlier, or further up in the same one.
+
+    paragraphs (P, 2) as above, of all documents in order; counts (documents,): how many each has; kept: bool.
+    -> a list of bool arrays, one for each document, and the characters that each has left without those paragraphs"""
+    again = np.zeros(len(paragraphs), dtype=bool)
+    judged = np.flatnonzero(np.repeat(kept, counts) & (paragraphs[:, 0] != 0))
+    _, first = np.unique(paragraphs[judged, 0], return_index=True)
+    again[judged] = True
+    again[judged[first]] = False
+    borders = np.cumsum(counts)[:-1]
+    sizes = np.split(np.where(again, 0, paragraphs[:, 1] + np.uint64(len(PARAGRAPH_BREAK))).astype(np.int64), borders)
+    left = np.array([max(0, int(size.sum()) - len(PARAGRAPH_BREAK)) for size in sizes])
+    return np.split(again, borders), left

@@ -7,7 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from prepare.dedup import (MinHash, candidate_probability, fmix32, representatives, shingles, text_hash, words_of)
+from prepare.dedup import (MinHash, candidate_probability, fmix32, paragraph_hashes, repeated, representatives,
+                           shingles, text_hash, words_of)
 
 BANDS, ROWS, THRESHOLD = 16, 8, 0.85
 
@@ -154,3 +155,34 @@ def test_the_first_candidate_need_not_be_the_right_one():
     third[:ROWS] = first[:ROWS]
     chosen, resemblance = representatives(np.array([first, second, third]), BANDS, THRESHOLD)
     assert chosen.tolist() == [0, 1, 1] and resemblance[2] == 1 - ROWS / (BANDS * ROWS)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Paragraphs
+
+def test_paragraphs_are_kept_where_they_stand_first_in_what_is_kept():
+    a, b, c = (text_of(seed, 8) for seed in (1, 2, 3))
+    texts = [f"{a}\n\nshort\n\n{b}",                      # dropped: says nothing about the others
+             f"{b}\n\nshort\n\n{b}",                      # twice on one page
+             f"short\n\n{a.upper()}, {b[:-1]}\n\n{a}",      # a alone is new here
+             f"{c}!\n\n{a}  \n\n({c.title()})\n\nshort"]     # punctuation and case say nothing
+    rows = [paragraph_hashes(text, 20) for text in texts]
+    counts = np.array([len(row) for row in rows])
+    kept = np.array([False, True, True, True])
+    again, left = repeated(np.concatenate(rows), counts, kept)
+    assert [flags.tolist() for flags in again] == [
+        [False] * 3, [False, False, True], [False] * 3, [False, True, True, False]]
+    for text, flags, size in zip(texts, again, left):
+        assert size == len("\n\n".join(part for part, out in zip(text.split("\n\n"), flags) if not out))
+
+
+def test_digits_in_paragraphs_count_as_zeros_and_those_without_words_by_themselves():
+    keys = [int(paragraph_hashes(text, 1)[0, 0]) for text in ("Chapter 17, page 4", "chapter 22 page 9!", "chapter 2",
+                                                              "-----", "=====", "-----")]
+    assert keys[0] == keys[1] and keys[3] == keys[5] and len(set(keys)) == 4
+    assert paragraph_hashes("a b c\n\nd", 0).shape == (0, 2)      # off: not even counted
+
+
+def test_no_documents_no_paragraphs():
+    again, left = repeated(np.zeros((0, 2), dtype=np.uint64), np.zeros(2, dtype=np.int64), np.array([True, True]))
+    assert [len(flags) for flags in again] == [0, 0] and left.tolist() == [0, 0]

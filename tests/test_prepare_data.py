@@ -110,10 +110,11 @@ def test_all_formats_become_documents(tmp_path, inputs, capsys):
 
 
 def test_the_waterfall_adds_up(tmp_path, inputs):
-    run(tmp_path / "d", inputs, "--rules=gopher_quality,fineweb", "--minhash_threshold=0.5")
+    run(tmp_path / "d", inputs, "--rules=gopher_quality,fineweb", "--minhash_threshold=0.5", "--paragraph_min_chars=40")
     audit = json.loads((tmp_path / "d" / "audit.json").read_text())
     stages = list(audit["filters"].values())
-    assert list(audit["filters"])[-4:] == ["gopher_quality", "fineweb", "exact_duplicate", "near_duplicate"]
+    assert list(audit["filters"])[-5:] == ["gopher_quality", "fineweb", "exact_duplicate", "near_duplicate",
+                                           "repeated_paragraphs"]
     for before, after in zip(stages, stages[1:]):
         assert before["documents_out"] == after["documents_in"] and before["bytes_out"] == after["bytes_in"]
     for stage in stages:
@@ -140,6 +141,31 @@ def test_r30_d28_duplicates_over_all_files(tmp_path):
                                                  "http://y.example/cedar", "http://z.example/dogwood"]
         reasons = json.loads((tmp_path / "d" / "audit.json").read_text())["filters"]["exact_duplicate"]["reasons"]
         assert reasons["exact_duplicate"]["hosts"] == {"z.example": 2, "y.example": 1}
+
+
+def test_repeated_paragraphs_are_left_out_over_all_files_and_on_both_sides_of_the_split(tmp_path):
+    """A licence at the foot of every page stays on one; a page with nothing of its own goes."""
+    licence = "This page may be copied by anyone who also copies this paragraph, which says so."
+    last = "At its end the page has a word to say about {0}{0}{0}, and about {0} once more.".format
+    pages = [[prose(name), f"Short {name}.", licence, last(name)] for name in "abcdefghijklmnopqrstuvwxyz"]
+    pages.append([pages[3][0], licence, "Nothing new.", pages[7][3]])
+    for half, lines in enumerate((pages[:13], pages[13:])):
+        (tmp_path / f"{half}.jsonl").write_text("".join(json.dumps(
+            {"text": "\n\n".join(page), "url": f"http://{half}.example/{n}"}) + "\n" for n, page in enumerate(lines)))
+    options = ("--minhash_threshold=0", "--val_fraction=0.3", "--languages=()", "--language_threshold=0")
+    run(tmp_path / "d", tmp_path / "*.jsonl", *options)
+    assert sum(licence in document["text"] for document in documents(tmp_path / "d")) == 27      # off unless asked for
+    for workers in (1, 2):
+        run(tmp_path / "d", tmp_path / "*.jsonl", *options, "--paragraph_min_chars=40", f"--workers={workers}")
+        kept = documents(tmp_path / "d")
+        found = texts(tmp_path / "d")
+        assert len(kept) == 26 and {document["split"] for document in kept} == {"train", "val"}
+        assert found["http://0.example/0"] == "\n\n".join(pages[0])
+        assert found["http://1.example/0"] == "\n\n".join(part for part in pages[13] if part != licence)
+        assert all(document["length"] == len(document["text"]) for document in kept)
+        stage = json.loads((tmp_path / "d" / "audit.json").read_text())["filters"]["repeated_paragraphs"]
+        assert stage["reasons"]["repeated_paragraphs"]["documents"] == 1
+        assert stage["reasons"]["repeated_paragraphs"]["examples"][0]["detail"] == "characters_left=12"
 
 
 def test_d9_real_common_crawl_files(tmp_path, shared_data, capsys):
