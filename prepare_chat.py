@@ -77,6 +77,14 @@ def split_names(train_definitions, val_definitions):
     return train, [name for name in usable_names(val_definitions) if name.lower() not in known]
 
 
+def held_out_made_names(words, names, config):
+    """Names put together from words of the held-out pages, which no training page defines: for the kinds in which the
+    answers are balanced, since the pages' own names are mostly alike."""
+    rng, known = kinds.generator(config.seed, "val", "names"), {name.lower() for name in names}
+    made = {kinds.made_name("words", words, rng) for _ in range(8 * config.val_questions)} if words else set()
+    return sorted(name for name in made if name.lower() not in known)
+
+
 def held_out_signatures(train_definitions, val_definitions, names, config):
     """Definitions for the reading kinds, no parameter list of which stands on a training page, each list once.
 
@@ -131,7 +139,7 @@ def training_questions(kind, count, definitions, names, words, held_out, signatu
     return found
 
 
-def held_out_questions(kind, val_definitions, held_out, signatures, config):
+def held_out_questions(kind, val_definitions, held_out, made, signatures, config):
     """At most config.val_questions questions about the held-out pages."""
     rng = kinds.generator(config.seed, "val", kind)
     sort, names = kinds.KINDS[kind].sort, set(held_out)
@@ -142,8 +150,9 @@ def held_out_questions(kind, val_definitions, held_out, signatures, config):
         subjects = [d for d in signatures if kinds.suits_definition(kind, d)]
     else:
         subjects = [name for name in held_out if kinds.suits_name(kind, name)]
-    if kind == "style":
-        subjects = balanced(subjects, kinds.style, config.val_questions // 8, rng)
+    if kind in kinds.BALANCED:
+        answer, different = kinds.BALANCED[kind]
+        subjects = balanced(subjects + made, answer, config.val_questions // different, rng)
     subjects = rng.sample(subjects, min(len(subjects), config.val_questions))
     about = kinds.about_definition if sort in ("memory", "reading") else kinds.about_name
     return [about(kind, subject, rng) for subject in subjects]
@@ -250,19 +259,20 @@ def main(config):
 
     # 1. What the pages define.
     train_definitions, words, train_hash = read_pages(config, "train")
-    val_definitions, _, val_hash = read_pages(config, "val")
+    val_definitions, val_words, val_hash = read_pages(config, "val")
 
     # 2. What is held out. A word of the training text that is a held-out name is no material for spelling either.
     names, held_out = split_names(train_definitions, val_definitions)
     signatures = held_out_signatures(train_definitions, val_definitions, held_out, config)
+    made = held_out_made_names(sorted(val_words), names, config)
     forbidden = {name.lower() for name in held_out}
     words = sorted(word for word in words if word.lower() not in forbidden)
 
     # 3. Questions of each kind.
     counts = {kind: round(about.share * config.questions) for kind, about in kinds.KINDS.items()}
-    train = {kind: training_questions(kind, count, train_definitions, names, words, held_out, signatures, config)
+    train = {kind: training_questions(kind, count, train_definitions, names, words, held_out + made, signatures, config)
              for kind, count in counts.items()}
-    val = {kind: held_out_questions(kind, val_definitions, held_out, signatures, config) for kind in kinds.KINDS}
+    val = {kind: held_out_questions(kind, val_definitions, held_out, made, signatures, config) for kind in kinds.KINDS}
 
     # 4. and 5. All that is learned from.
     rows = {

@@ -39,7 +39,7 @@ from engine.files import write_json
 from engine.hf import find_folder, load_model
 from engine.loss import token_losses
 from engine.monitor import Monitor
-from engine.optim import Guard, adamw, clip, lr_at, set_lr, warmup_length
+from engine.optim import Guard, adamw, clip, lr_at, muon, set_lr, warmup_length
 from engine.run import open_run, refuse_hopeless, refuse_once, save_when_due
 from engine.shards import permuted
 
@@ -59,6 +59,7 @@ window = 16                     # steps whose conversations are sorted by length
 epochs = 1
 max_steps: int | None = None    # None: all steps of the epochs
 learning_rate = 1e-3            # peak
+matrix_learning_rate = 0.0      # above 0: Muon for the layers' matrices with this peak, AdamW for the rest
 schedule = "cosine"             # 'cosine', 'linear' or 'constant'
 warmup_steps: int | None = None # None: 0.4 % of the steps, at most 2000, at least a tenth of a short run
 final_lr = 0.1                  # the last step's learning rate, as a share of the peak
@@ -271,9 +272,11 @@ def main(config):
     # 3. Continue where an earlier call stopped.
     model.to(setup.device).train()
     parallel.compile_blocks(model, setup, config.compile)
-    optimizer = adamw(model, config.learning_rate, config.weight_decay, (config.beta1, config.beta2))
-    modules, optimizers = {"model": model}, {"model": optimizer}
-    state = checkpoint.resume(run, modules, optimizers, setup) or {"step": 0, "in_a_row": 0}
+    betas = (config.beta1, config.beta2)
+    optimizers = (muon(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay, betas)
+                  if config.matrix_learning_rate else [adamw(model, config.learning_rate, config.weight_decay, betas)])
+    modules, moments = {"model": model}, {"model": optimizers}
+    state = checkpoint.resume(run, modules, moments, setup) or {"step": 0, "in_a_row": 0}
     guard = Guard(config.max_bad_steps, state["in_a_row"])
     model = parallel.wrap(model, setup)
 
@@ -301,14 +304,16 @@ def main(config):
             epoch = step // per_epoch
             steps = plan(lengths, config.batch_size, config.window, config.seed, epoch)
         numbers = steps[step % per_epoch]
-        lr = set_lr(optimizer, lr_at(step, max_steps, config.learning_rate, warmup, config.schedule, config.final_lr))
+        lr = lr_at(step, max_steps, config.learning_rate, warmup, config.schedule, config.final_lr)
         batches = micro_batches(examples, numbers, config, tokenizer.pad_id, setup)
         totals = forward_backward(model, batches, end_id, setup)
         norm = clip(model.parameters(), config.grad_clip).item()
         good = guard.good(totals["loss"], norm)
-        if good:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            set_lr(optimizer, lr)
+            if good:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         done = step + 1
         first, last = step == state["step"], done == max_steps
         seen, trained = seen + totals["positions"], trained + totals["targets"]
@@ -333,7 +338,7 @@ def main(config):
         if guard.hopeless:
             refuse_hopeless(guard, done, "conversations", setup)
         facts = {"in_a_row": guard.in_a_row, "config_hash": config.hash, "tokenizer_hash": tokenizer.hash}
-        saved = save_when_due(run, done, max_steps, config, modules, optimizers, tokenizer, facts, setup)
+        saved = save_when_due(run, done, max_steps, config, modules, moments, tokenizer, facts, setup)
         if record or saved:
             began, began_at, seen, trained = time.perf_counter(), done, 0, 0
         monitor.advance()

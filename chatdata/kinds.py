@@ -4,7 +4,7 @@ Three sorts, and the difference is the point:
 
     memory    module, what               the answer stood on some page; on a page never seen it can only be guessed
     reading   count, optional, default   a signature stands in the prompt and has to be read
-    rule      style, spell, snake        a rule turns the question into the answer, for names never seen as well
+    rule      style, words, spell, snake a rule turns the question into the answer, for names never seen as well
 
 `remark` is the alignment task (remark.py): many answers are right, so it has a format and a score but no exact answer.
 
@@ -47,48 +47,53 @@ class Kind:
 
 
 KINDS = {
-    "module": Kind("memory", False, 0.04, (
+    "module": Kind("memory", False, 0.03, (
         "Which module holds `{}`?",
         "Where is `{}` defined?",
         "In which module do I find `{}`?",
     ), "It is in the module `{}`.", r"[A-Za-z_][\w.]*"),
-    "what": Kind("memory", False, 0.05, (
+    "what": Kind("memory", False, 0.03, (
         "What does `{}` do?",
         "What is `{}` for?",
         "Explain `{}` in one sentence.",
     ), "{}", r"[A-Z][^.!?]+\."),
-    "count": Kind("reading", False, 0.16, (
+    "count": Kind("reading", False, 0.20, (
         "How many parameters has `{}`?",
         "Count the parameters of `{}`.",
         "Here is `{}`. How many parameters are there?",
     ), "Parameters: {}.", r"\d+"),
-    "optional": Kind("reading", True, 0.08, (
+    "optional": Kind("reading", True, 0.04, (
         "Which parameters of `{}` have a default?",
         "What may I leave out when I call `{}`?",
         "Name the parameters of `{}` that have a default.",
     ), "With a default: {}.", r"[A-Za-z_]\w*(, [A-Za-z_]\w*)*"),
-    "default": Kind("reading", True, 0.09, (
+    "default": Kind("reading", True, 0.05, (
         "In `{}`, what is the default of {}?",
         "Here is `{}`. Which default has {}?",
         "Look at `{}` and tell me the default of {}.",
     ), "It is {}", r"[A-Za-z_]\w*=(-?\w[\w.]*|'\w*')"),
-    "style": Kind("rule", False, 0.22, (
+    "style": Kind("rule", False, 0.15, (
         "How is the name `{}` written?",
         "Describe the style of `{}`.",
         "What kind of name is `{}`?",
-    ), "It is {}.", r"(public|private), (lower case|capitals|CamelCase|mixedCase|of no style), words: \d+"),
-    "spell": Kind("rule", False, 0.10, (
+    ), "It is {}.", r"(public|private), (lower case|capitals|CamelCase|mixedCase|of no style)"),
+    "words": Kind("rule", False, 0.17, (
+        "Of how many words is `{}` made?",
+        "How many words are in `{}`?",
+        "Count the words of `{}`.",
+    ), "Words: {}.", r"\d+"),
+    "spell": Kind("rule", False, 0.05, (
         "Spell `{}`.",
         "How is `{}` spelled?",
         "Give me the letters of `{}`.",
         "Spell out the name `{}`.",
     ), "{}", r"\S( \S)*"),
-    "snake": Kind("rule", True, 0.06, (
+    "snake": Kind("rule", True, 0.03, (
         "Make one name of the words `{}`.",
         "What would a function for `{}` be called?",
         "Join `{}` into a name.",
     ), "`{}`", r"[a-z][a-z0-9]*(_[a-z0-9]+)*"),
-    "remark": Kind("remark", False, 0.20, remark.QUESTIONS, "{}", ""),
+    "remark": Kind("remark", False, 0.25, remark.QUESTIONS, "{}", ""),
 }
 
 
@@ -98,17 +103,24 @@ def spell(name):
     return " ".join(name)
 
 
-# A number, a name or a short text: no brackets, no commas. Not None, which half of all defaults are: who knew only the
-# name asked about would be right that often.
 def style(name):
-    """Who may use a name, how it is written and of how many words: `_wrapText` is private, mixedCase, words: 2."""
+    """Who may use a name and how it is written: `_wrapText` is private, mixedCase."""
     bare = name.strip("_")
     case = ("lower case" if bare.islower() else "capitals" if bare.isupper() else "of no style" if "_" in bare
             else "CamelCase" if bare[0].isupper() else "mixedCase")
-    words = re.findall(r"[A-Z]?[a-z][a-z0-9]*|[A-Z0-9]+(?![a-z])", bare)      # HTTPServer is HTTP and Server
-    return f"{'private' if name.startswith('_') else 'public'}, {case}, words: {len(words)}"
+    return f"{'private' if name.startswith('_') else 'public'}, {case}"
 
 
+def count_words(name):
+    """Of how many words a name is made; `HTTPServer` is HTTP and Server."""
+    return len(re.findall(r"[A-Z]?[a-z][a-z0-9]*|[A-Z0-9]+(?![a-z])", name))
+
+
+# Most names are alike, so held-out names are drawn so that no answer is more frequent than one in this many.
+BALANCED = {"style": (style, 8), "words": (count_words, 4)}
+
+# A number, a name or a short text: no brackets, no commas. Not None, which half of all defaults are: who knew only the
+# name asked about would be right that often.
 SIMPLE_DEFAULT = re.compile(r"(?!None$)(-?\w[\w.]*|'\w*')")
 
 
@@ -145,6 +157,8 @@ def about_name(kind, name, rng):
         return ask(kind, name, spell(name), rng)
     if kind == "style":
         return ask(kind, name, style(name), rng)
+    if kind == "words":
+        return ask(kind, name, count_words(name), rng)
     if kind == "snake":
         return ask(kind, name.replace("_", " "), name, rng)
     return ask(kind, name, remark.sample(rng), rng)
@@ -176,7 +190,7 @@ def suits_definition(kind, definition):
 def suits_name(kind, name):
     if kind == "spell":
         return 3 <= len(name) <= 20
-    if kind == "style":
+    if kind in ("style", "words"):
         return re.fullmatch(r"_?[A-Za-z][A-Za-z0-9_]{2,23}", name) is not None
     if kind == "snake":
         return re.fullmatch(r"[a-z]+(_[a-z]+){1,3}", name) is not None
@@ -193,11 +207,11 @@ def made_name(kind, words, rng):
         capitalised = [part[0].upper() + part[1:].lower() for part in parts]
         name = rng.choice((
             "_".join(parts).lower(),
-            "_".join(parts).lower() if kind != "style" else "_".join(parts).upper(),
+            "_".join(parts).lower() if kind == "spell" else "_".join(parts).upper(),
             "".join(capitalised),
             parts[0].lower() + "".join(capitalised[1:]),
         )) if kind != "snake" else "_".join(parts).lower()
-        if kind == "style" and rng.random() < 0.3:
+        if kind != "spell" and kind != "snake" and rng.random() < 0.3:
             name = "_" + name
         if suits_name(kind, name):
             return name

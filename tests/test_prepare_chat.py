@@ -2,6 +2,7 @@
 import json
 import random
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -228,9 +229,18 @@ def test_no_held_out_name_is_in_any_training_question(made):
     named = {name for part in quoted for name in (part, part.replace(" ", "_"), part.split("(")[0],
                                                   part.split(".")[-1])}
     assert not named & {name.lower() for name in held_out}
-    asked = {row["subject"] for row in lines_of(made, "conversations_val")
-             if row["kind"] in ("spell", "style", "module")}
-    assert asked and asked <= set(held_out)
+    asked = {kind: {row["subject"] for row in lines_of(made, "conversations_val") if row["kind"] == kind}
+             for kind in ("spell", "module", "style", "words")}
+    assert all(asked.values()) and asked["spell"] | asked["module"] <= set(held_out)
+    # These two are also about names that were put together from words of the held-out pages.
+    assert not {name.lower() for name in asked["style"] | asked["words"]} & (named | {name.lower() for name in train})
+
+
+def test_of_balanced_kinds_no_answer_is_frequent(made):
+    for kind, (answer, different) in kinds.BALANCED.items():
+        subjects = [row["subject"] for row in lines_of(made, "conversations_val") if row["kind"] == kind]
+        most = max(Counter(map(answer, subjects)).values())
+        assert len(subjects) > 30 and most <= prepare_chat.val_questions // different
 
 
 def test_held_out_signatures_are_new_and_held_out_remarks_use_new_combinations(made):
@@ -266,6 +276,7 @@ def test_every_answer_follows_its_kinds_format_and_is_right(made):
     optional = lambda subject: ", ".join(re.findall(r"(\w+)=", subject))
     right = {
         "spell": lambda subject, answer: answer.replace(" ", "") == subject,
+        "words": lambda subject, answer: re.fullmatch(r"Words: [1-9]\.", answer) is not None,
         "style": lambda subject, answer: answer.startswith("It is private" if subject[0] == "_" else "It is public"),
         "snake": lambda subject, answer: answer == f"`{subject.replace(' ', '_')}`",
         "count": lambda subject, answer: answer == f"Parameters: {len(arguments_of(subject))}.",
@@ -284,13 +295,12 @@ def test_formats_refuse(kind, answer):
     assert not kinds.KINDS[kind].follows_format(answer)
 
 
-@pytest.mark.parametrize("name, style", [
-    ("fill", "public, lower case, words: 1"), ("_wrap_text", "private, lower case, words: 2"),
-    ("HTTPServer", "public, CamelCase, words: 2"), ("assertNotIsInstance", "public, mixedCase, words: 4"),
-    ("_MAX_LEVEL_2", "private, capitals, words: 3"), ("sha256", "public, lower case, words: 1"),
-    ("Make_me", "public, of no style, words: 2"), ("Thread", "public, CamelCase, words: 1")])
-def test_style_of_names(name, style):
-    assert kinds.style(name) == style
+@pytest.mark.parametrize("name, style, words", [
+    ("fill", "public, lower case", 1), ("_wrap_text", "private, lower case", 2), ("Thread", "public, CamelCase", 1),
+    ("HTTPServer", "public, CamelCase", 2), ("assertNotIsInstance", "public, mixedCase", 4),
+    ("_MAX_LEVEL_2", "private, capitals", 3), ("sha256", "public, lower case", 1), ("Make_me", "public, of no style", 2)])
+def test_style_and_words_of_names(name, style, words):
+    assert (kinds.style(name), kinds.count_words(name)) == (style, words)
 
 
 def test_baselines_by_hand():
