@@ -180,7 +180,9 @@ def unambiguous(kind, definitions):
 # --- 4. Conversations -------------------------------------------------------------------------------------------------
 
 def turn(question):
-    return [{"role": "user", "content": question.question}, {"role": "assistant", "content": question.answer}]
+    weight = kinds.KINDS[question.kind].weight
+    return [{"role": "user", "content": question.question},
+            {"role": "assistant", "content": question.answer, **({} if weight == 1 else {"weight": weight})}]
 
 
 def training_conversations(questions, config):

@@ -408,7 +408,7 @@ def show(result, folder):
         print(f"{name:18}{result['before'][name]:10.3f}{result['after'][name]:10.3f}")
     for name, bound in result["bounds"].items():
         promise = f"at least {bound['at_least']}" if "at_least" in bound else f"at most {bound['at_most']}"
-        print(f"{'held  ' if bound['held'] else 'BROKEN'}  {name} {bound['found']:.2f}, promised {promise}")
+        print(f"{'held    ' if bound['held'] else 'NOT HELD'}  {name} {bound['found']:.2f}, promised {promise}")
     for example in result["after"]["examples"]:
         print(printable(f"    {example}"))
     print(f"ppo: done in {result['seconds']:.0f} s, policy in {folder}", flush=True)

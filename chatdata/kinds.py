@@ -38,6 +38,7 @@ class Kind:
     phrasings: tuple[str, ...]
     frame: str           # the answer around its core
     core: str            # regular expression
+    weight: float = 1.0  # of the answer's tokens in the loss: long answers of chance would drown the short ones
 
     def follows_format(self, answer):
         if self.sort == "remark":
@@ -56,7 +57,7 @@ KINDS = {
         "What does `{}` do?",
         "What is `{}` for?",
         "Explain `{}` in one sentence.",
-    ), "{}", r"[A-Z][^.!?]+\."),
+    ), "{}", r"[A-Z][^.!?]+\.", weight=0.25),
     "count": Kind("reading", False, 0.20, (
         "How many parameters has `{}`?",
         "Count the parameters of `{}`.",
@@ -93,7 +94,7 @@ KINDS = {
         "What would a function for `{}` be called?",
         "Join `{}` into a name.",
     ), "`{}`", r"[a-z][a-z0-9]*(_[a-z0-9]+)*"),
-    "remark": Kind("remark", False, 0.25, remark.QUESTIONS, "{}", ""),
+    "remark": Kind("remark", False, 0.25, remark.QUESTIONS, "{}", "", weight=0.25),
 }
 
 
