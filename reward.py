@@ -104,7 +104,7 @@ def micro_batches(pairs, setup, size):
 
 def score(model, dialogues, pad_id, device):
     """dialogues: lists of token ids -> (B,): what the head says at the last real token of each."""
-    width = max(map(len, dialogues))
+    width = -(-max(map(len, dialogues)) // 8) * 8      # few different widths, so that memory is reused
     ids = torch.tensor([d + [pad_id] * (width - len(d)) for d in dialogues], device=device)            # (B, T)
     mask = torch.arange(width, device=device) < torch.tensor([[len(d)] for d in dialogues], device=device)
     return rl.at_last(model(ids, mask=mask), mask)
