@@ -23,6 +23,8 @@ A name that no script has is refused, with the nearest one that exists: a typo m
 nobody reads. All problems are reported at once, then the exit status is 2.
 """
 import ast
+import contextlib
+import dataclasses
 import difflib
 import hashlib
 import io
@@ -31,11 +33,9 @@ import os
 import re
 import shlex
 import sys
-import textwrap
 import tokenize
 import traceback
 import types
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -72,13 +72,13 @@ def refuse(*problems):
 KINDS = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple)}
 
 
-@dataclass
+@dataclasses.dataclass
 class Key:
     name: str
     default: object
     comment: str
     kind: type              # one of KINDS
-    item: type | None       # of a list's or tuple's members, when it is known
+    item: type | None       # of a list's or tuple's members
     optional: bool          # whether None is allowed
 
     @property
@@ -98,17 +98,10 @@ def constant(node):
         raise ValueError(str(error))
 
 
-def key_of(name, default, annotation, comment):
-    """A Key from one assignment. Its type is the annotation's (`int | None`, `list[str]`) or else the default's."""
-    words = re.findall(r"\w+", annotation)
-    kinds = [KINDS[word] for word in words if word in KINDS] or [type(default)]
-    if kinds[0] in (list, tuple) and len(kinds) == 1 and default:
-        kinds.append(type(default[0]))
-    return Key(name, default, comment, kinds[0], kinds[1] if len(kinds) > 1 else None, "None" in words)
-
-
 def read_schema(path):
-    """{name: Key} of the script at `path`, or None when it is no script. Raises SyntaxError."""
+    """{name: Key} of the script at `path`, or None when it is no script. Raises SyntaxError.
+
+    A key's type is its annotation's (`int | None`, `tuple[str]`) or else its default's."""
     source = Path(path).read_text(encoding="utf-8")
     if not re.search(r"^( {4})?\w.*\bconfigure\(globals\(\)\)", source, re.MULTILINE):
         return None
@@ -123,13 +116,15 @@ def read_schema(path):
             continue
         annotated = isinstance(node, ast.AnnAssign)
         name = ast.unparse(node.target if annotated else node.targets[0])
-        annotation = ast.unparse(node.annotation) if annotated else ""
-        if name.isidentifier() and name.islower() and not name.startswith("_"):
-            try:
-                default = constant(node.value)
-            except ValueError:
-                continue     # something computed: an ordinary module variable
-            schema[name] = key_of(name, default, annotation, comments.get(node.end_lineno, ""))
+        if not re.fullmatch("[a-z][a-z0-9_]*", name):
+            continue
+        try:
+            default = constant(node.value)
+        except ValueError:
+            continue     # something computed: an ordinary module variable
+        words = re.findall(r"\w+", ast.unparse(node.annotation)) if annotated else [type(default).__name__]
+        kind, item = [*(KINDS[word] for word in words if word in KINDS), None][:2]
+        schema[name] = Key(name, default, comments.get(node.end_lineno, ""), kind, item, "None" in words)
     return schema
 
 
@@ -140,7 +135,7 @@ def read_schemas(script):
         try:
             schemas[path.stem] = read_schema(path)
         except (OSError, SyntaxError) as error:
-            # A neighbour that cannot be understood is its own reader's trouble: this stage can run without it.
+            # A neighbour that somebody is just writing is no reason to stop: this stage can run without it.
             print(f"note: the keys of {path.name} are unknown: {error}", file=sys.stderr)
     return {stem: schema for stem, schema in schemas.items() if schema is not None}
 
@@ -150,18 +145,14 @@ def read_schemas(script):
 
 def fit(key, value):
     """`value` as the key's type, or ValueError. An int serves as a float, a list as a tuple, a bool not as a number."""
-    if value is None and key.optional:
-        return None
+    if value is None and key.optional or type(value) is key.kind and not key.item:
+        return value
     if type(value) is int and key.kind is float:
         return float(value)
-    try:
-        if type(value) in (list, tuple) and key.kind in (list, tuple):
-            member = Key(key.name, None, "", key.item, None, False)
-            return key.kind(fit(member, item) if key.item else item for item in value)
-        if type(value) is key.kind:
-            return value
-    except ValueError:
-        pass     # one member is wrong: the whole value is shown
+    if type(value) in (list, tuple) and key.item:
+        member = dataclasses.replace(key, kind=key.item, item=None, optional=False)
+        with contextlib.suppress(ValueError):     # one member is wrong: the whole value is shown
+            return key.kind(fit(member, item) for item in value)
     raise ValueError(f"{key.name} must be {key.expected}, found {value!r}")
 
 
@@ -171,10 +162,12 @@ def parse(key, text):
         return None
     if key.kind is str:
         return text
+    if key.item is str and not text:
+        return key.kind()     # --languages= means none, and not the one without a name
     try:
         return fit(key, constant(ast.parse(text.strip(), mode="eval").body))
     except (ValueError, SyntaxError):
-        return fit(key, text.split(",") if key.item is str else text)     # --input=a.jsonl,b.jsonl needs no brackets
+        return fit(key, text.split(",") if key.item is str else text)     # --inputs=a.jsonl,b.jsonl needs no brackets
 
 
 def nearest(name, names):
@@ -217,31 +210,29 @@ def settings_of(path, script, schemas, problems):
         problems.append(str(error))
         return {}
     known = {name for schema in schemas.values() for name in schema}
-    settings = []     # (key, value, the scripts that it is for, place in the file)
+    where = lambda place: f"{path}, line {lines.get(place, '?')}"
+    shared, own = [], []     # (script, key, value, place in the file)
     for name, value in names.items():
         if name.startswith("_") or isinstance(value, types.ModuleType) or callable(value) and name not in known:
             continue     # the file's own helper
         if isinstance(value, dict) and name in schemas:
-            settings += [(key, inner, [name], (name, key)) for key, inner in value.items()]
-        else:
-            settings.append((name, value, [stem for stem in schemas if name in schemas[stem]], name))
-    shared, own = {}, {}
-    for key, value, stems, place in settings:
-        where = path + (f", line {lines[place]}" if place in lines else "")
-        if not stems:
-            problems.append(f"{where}: no script has a key '{key}'{nearest(key, known | set(schemas))}")
-        for stem in stems:
-            if key not in schemas[stem]:
-                problems.append(f"{where}: {stem}.py has no key '{key}'{nearest(key, schemas[stem])}")
-                continue
-            try:
-                fitted = fit(schemas[stem][key], value)
-            except ValueError as error:
-                problems.append(f"{where}: {error} (for {stem}.py)")
-                continue
-            if stem == script:
-                (own if isinstance(place, tuple) else shared)[key] = fitted
-    return {**shared, **own}
+            own += [(name, key, inner, (name, key)) for key, inner in value.items()]
+            continue
+        if name not in known:
+            problems.append(f"{where(name)}: no script has a key '{name}'{nearest(name, known | set(schemas))}")
+        shared += [(stem, name, value, name) for stem in schemas if name in schemas[stem]]
+    settings = {}
+    for stem, key, value, place in shared + own:     # in this order: a script's own section counts more
+        if key not in schemas[stem]:
+            problems.append(f"{where(place)}: {stem}.py has no key '{key}'{nearest(key, schemas[stem])}")
+            continue
+        try:
+            value = fit(schemas[stem][key], value)
+        except ValueError as error:
+            problems.append(f"{where(place)}: {error} (for {stem}.py)")
+        if stem == script:
+            settings[key] = value
+    return settings
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -253,14 +244,14 @@ class Config:
     def __init__(self, script, values, files, overrides, schemas):
         kept = {name: value for name, value in sorted(values.items()) if name not in RESULT_FREE}
         digest = hashlib.sha256(json.dumps([script, kept]).encode()).hexdigest()[:8]
-        self.__dict__.update(values, script=script, files=files, hash=digest, _names=list(values), _overrides=overrides,
+        self.__dict__.update(values, script=script, files=files, hash=digest, _values=values, _overrides=overrides,
                              _schemas=schemas)
 
     def __setattr__(self, name, value):
         raise AttributeError(f"config.{name} is settled (and saved, and hashed); keep a changed value in a local name")
 
     def items(self):
-        return [(name, getattr(self, name)) for name in self._names]
+        return self._values.items()
 
     def default(self, name):
         return self._schemas[self.script][name].default
@@ -276,20 +267,17 @@ class Config:
         if os.environ.get("RANK", "0") != "0":
             return
         from engine.files import write_json      # here, not at the top, since engine/ stands on this file
-        from engine.provenance import environment, git_commit, versions
+        from engine.provenance import circumstances
         record = {"script": self.script, "hash": self.hash, "config": dict(self.items()), "files": self.files,
-                  "commit": git_commit(), "versions": versions(), "argv": sys.argv, "environment": environment()}
+                  "argv": sys.argv, **circumstances()}
         write_json(Path(folder) / "config.json", record)
-
-        def tell(title, *words):
-            print(textwrap.fill("  ".join(words), 118, initial_indent=f"{title:12} ", subsequent_indent=" " * 13,
-                                break_long_words=False, break_on_hyphens=False), flush=True)
-
-        versions_found = [f"{name} {version}" for name, version in record["versions"].items()]
-        tell(f"{self.script}.py", f"config {self.hash}", f"commit {(record['commit'] or 'none')[:12]}", *versions_found)
-        tell("called as", shlex.join(sys.argv), *(f"{name}={value}" for name, value in record["environment"].items()))
-        tell("set", *(f"{name}={value!r}" for name, value in self.items() if value != self.default(name)))
-        tell("defaults", *(f"{name}={value!r}" for name, value in self.items() if value == self.default(name)))
+        versions = [f"{name} {version}" for name, version in record["versions"].items()]
+        print(f"{self.script}.py", f"config {self.hash}", f"commit {(record['commit'] or 'none')[:12]}", *versions, sep="  ")
+        print("called as", shlex.join(sys.argv), *map("=".join, record["environment"].items()), sep="  ")
+        told = {name: f"{name}={value!r}" for name, value in self.items()}
+        same = [name for name, value in self.items() if value == self.default(name)]
+        print("set", *(told[name] for name in told if name not in same), sep="  ")
+        print("defaults", *(told[name] for name in same), sep="  ", flush=True)
 
 
 def changed_keys(old, config):
@@ -311,8 +299,6 @@ def configure(namespace, argv=None):
     argv = sys.argv[1:] if argv is None else argv
     script = Path(namespace["__file__"]).resolve()
     schemas = read_schemas(script)
-    if script.stem not in schemas:
-        refuse(f"{script} has no readable defaults block, or does not end in main(configure(globals()))")
     schema = schemas[script.stem]
     if "--help" in argv or "-h" in argv:
         show_help(script, namespace.get("__doc__"), schema)

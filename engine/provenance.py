@@ -12,14 +12,12 @@ VARIABLES = ("OMP_", "GOMP_", "MKL_", "NCCL_", "TORCH", "CUDA_", "CUBLAS_", "WOR
              "PYTHONHASHSEED")
 
 
-def environment():
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
-
-
-def versions():
-    """Read from the installed packages' records, so that nobody waits for an import of torch."""
+def circumstances():
+    """{"commit", "versions", "environment"} of this process."""
+    # From the installed packages' records, so that nobody waits for an import of torch.
     packages = {name: importlib.metadata.version(name) for name in ("torch", "numpy")}
-    return {"python": platform.python_version(), **packages}
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+    return {"commit": git_commit(), "versions": {"python": platform.python_version(), **packages}, "environment": variables}
 
 
 def git_commit():

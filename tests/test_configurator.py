@@ -23,7 +23,7 @@ batch_tokens = 8 * 1024                  # arithmetic is allowed
 warmup_steps: int | None = None          # None: chosen by the length
 name = "plain"
 compile = False                          # True or False
-betas = (0.9, 0.95)
+betas: tuple[float] = (0.9, 0.95)
 inputs: list[str] = []                   # files
 only_alpha = 0
 computed = os.getpid()                   # not a constant, so not a key
@@ -133,6 +133,8 @@ def test_a_neighbour_that_does_not_parse_does_not_stop_this_stage(repo, capsys):
     ("--inputs=['a','b=c']", "inputs", ["a", "b=c"]),
     ("--inputs=a.warc.gz,b.warc.gz", "inputs", ["a.warc.gz", "b.warc.gz"]),
     ("--inputs=a.warc.gz", "inputs", ["a.warc.gz"]),
+    ("--inputs=", "inputs", []),
+    ("--inputs=[]", "inputs", []),
 ])
 def test_accepted(repo, argument, key, value):
     found = getattr(call(argument), key)
