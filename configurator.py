@@ -272,7 +272,8 @@ class Config:
                   "argv": sys.argv, **circumstances()}
         write_json(Path(folder) / "config.json", record)
         versions = [f"{name} {version}" for name, version in record["versions"].items()]
-        print(f"{self.script}.py", f"config {self.hash}", f"commit {(record['commit'] or 'none')[:12]}", *versions, sep="  ")
+        commit = record["commit"] or "none"
+        print(f"{self.script}.py", f"config {self.hash}", f"commit {commit[:12]}{commit[40:]}", *versions, sep="  ")
         print("called as", shlex.join(sys.argv), *map("=".join, record["environment"].items()), sep="  ")
         told = {name: f"{name}={value!r}" for name, value in self.items()}
         same = [name for name, value in self.items() if value == self.default(name)]

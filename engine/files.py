@@ -10,7 +10,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import math
 import os
 import re
 import socket
@@ -22,6 +21,7 @@ FORMAT_VERSION = 1     # of every file that we write; a reader refuses what is n
 
 
 def fsync_folder(path):
+    """Flushes a folder's list of names to the disk; or a file's content, for which the call is the same."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -52,18 +52,10 @@ def write_atomic(path, content):
 
 
 def plain(value):
-    """`value` in JSON's own types: numpy and torch numbers and arrays unpacked, paths as text, nan and inf as null."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return None     # JSON has no word for it, and readers in other languages stop at Python's NaN
-    return value
+    """`value` in JSON's own types: numpy and torch numbers and arrays unpacked, paths as text, nan and inf as null (JSON
+    has no word for them, and readers in other languages stop at Python's NaN). TypeError for what has no such form."""
+    unpack = lambda other: other.tolist() if hasattr(other, "tolist") else os.fspath(other)
+    return json.loads(json.dumps(value, default=unpack), parse_constant=lambda word: None)
 
 
 def write_json(path, obj):

@@ -1,8 +1,9 @@
 """
 Folders that are whole or not there, and the steps of a run that are kept as such folders.
 
-A folder is written under another name (NAME.tmp), gets a manifest with the size and sha256 of each of its files, is flushed
-to the disk and renamed. One that exists is never written into; one whose manifest is missing or does not fit is never read.
+A folder is written under another name (NAME.tmp), gets a manifest with the size and sha256 of each of its files, is
+flushed to the disk and renamed. One that exists is never written into; one whose manifest is missing or does not fit is
+never read.
 """
 import os
 import re
@@ -24,16 +25,13 @@ def steps_of(run_dir, kind):
 
 
 def publish(temporary, final):
-    """Makes a finished temporary folder final: every file flushed, the manifest written last of all, one rename."""
-    files = sorted(path for path in temporary.rglob("*") if path.is_file())
-    for path in files:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    """Makes a finished temporary folder final: every file and inner folder flushed, the manifest last of all, one rename."""
+    paths = sorted(temporary.rglob("*"))
+    for path in paths:
+        fsync_folder(path)
     write_json(temporary / "manifest.json", {"files": {
-        str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in files}})
+        str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        for path in paths if path.is_file()}})
     if final.exists():                  # a step that was reached before and is broken: it must not stand in the way
         abandon(final)
     os.replace(temporary, final)

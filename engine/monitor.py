@@ -1,9 +1,10 @@
 """
 What a run tells: one line a logged step in log.jsonl, the same numbers for TensorBoard, a bar on a terminal.
 
-log.jsonl is the record; everything that draws or diagnoses reads that file only. A run that was interrupted writes some
-steps again: every line carries `attempt`, and read_log keeps the highest for each step.
+log.jsonl is the record; everything that draws or diagnoses reads that file only. A run that was interrupted goes over some
+steps again: every line carries `attempt`, and read_log leaves out what a later attempt went over.
 """
+import contextlib
 import json
 import os
 import sys
@@ -19,24 +20,29 @@ class Monitor:
     """Rank 0 writes; on other ranks every method does nothing."""
 
     def __init__(self, run_dir, setup, total_steps, start_step=0, label="train"):
-        self.is_main, self.label, self.started = setup.is_main, label, time.time()
-        self.file = self.board = self.bar = None
+        self.is_main, self.label, self.total = setup.is_main, label, total_steps
         if not self.is_main:
             return
         path = Path(run_dir) / "log.jsonl"
-        _drop_half_line(path)
-        self.attempt = 1 + max((line.get("attempt", 0) for line in read_lines(path)), default=0)
+        path.touch()
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)     # to half a line of a killed run the next would be glued
+        self.attempt = 1 + max((record["attempt"] for record in read_lines(path)), default=0)
         self.file = open(path, "a", encoding="utf-8")
-        self.board = _tensorboard(Path(run_dir) / "tensorboard")
-        self.bar = tqdm(total=total_steps, initial=start_step, desc=label, disable=not sys.stderr.isatty(), dynamic_ncols=True)
-        self.total = total_steps
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(str(Path(run_dir) / "tensorboard"))
+        except ImportError:
+            print("note: tensorboard is not installed; the same numbers are in log.jsonl", flush=True)
+            self.board = None
+        self.bar = tqdm(total=total_steps, initial=start_step, desc=label, disable=not sys.stderr.isatty(),
+                        dynamic_ncols=True)
 
     def log(self, step, line=None, **numbers):
         """One record for `step`; `line`: what a person reads, where there is no terminal for a bar."""
         if not self.is_main:
             return
-        record = {"format_version": FORMAT_VERSION, "attempt": self.attempt, "step": step, "time": round(time.time(), 3), **numbers}
-        self.file.write(json.dumps(plain(record), allow_nan=False) + "\n")
+        record = {"format_version": FORMAT_VERSION, "attempt": self.attempt, "step": step, "time": round(time.time(), 3)}
+        self.file.write(json.dumps(plain(record | numbers), allow_nan=False) + "\n")
         self.file.flush()
         for name, value in numbers.items() if self.board else ():
             if isinstance(value, (int, float)):
@@ -47,7 +53,7 @@ class Monitor:
             self.bar.set_postfix_str(line)
 
     def advance(self):
-        if self.bar is not None:
+        if self.is_main:
             self.bar.update()
 
     def close(self):
@@ -58,33 +64,21 @@ class Monitor:
                 self.board.close()
 
 
-def _tensorboard(folder):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        print("note: tensorboard is not installed; the same numbers are in log.jsonl", flush=True)
-        return None
-    return SummaryWriter(str(folder))
-
-
-def _drop_half_line(path):
-    """A run that was killed while it wrote leaves half a line, to which the next one would be glued."""
-    if path.exists() and path.stat().st_size:
-        with open(path, "rb+") as file:
-            content = file.read()
-            if not content.endswith(b"\n"):
-                file.truncate(content.rfind(b"\n") + 1)
-                os.fsync(file.fileno())
-
-
 def read_lines(path):
-    path = Path(path)
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    """The records of a .jsonl file, none when it is missing; a line that a kill or a full disk cut short is left out."""
+    records = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines() if Path(path).exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
 
 
 def read_log(run_dir):
-    """The records of a run, one per step (the last attempt's), in order."""
-    latest = {}
+    """The records of a run in order, each step once. What an attempt logged behind the place where a later one took up
+    is left out: those steps were done again."""
+    records = []
     for record in read_lines(Path(run_dir) / "log.jsonl"):
-        latest[record["step"]] = record          # attempts follow each other in the file
-    return [latest[step] for step in sorted(latest)]
+        while records and records[-1]["step"] >= record["step"]:
+            records.pop()
+        records.append(record)
+    return records

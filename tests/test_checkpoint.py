@@ -9,7 +9,7 @@ import torch
 
 from engine import checkpoint
 from engine.files import read_json
-from engine.manifest import newest, verify
+from engine.manifest import newest, publish, verify
 from engine.optim import adamw
 from small import ALONE, ROOT, byte_tokenizer, small_llama
 
@@ -96,6 +96,20 @@ def test_damage_is_found_and_the_one_before_is_taken(tmp_path, kind, capsys):
     assert kind != "unrenamed" or not list(tmp_path.glob("*.tmp"))                 # leftovers of the killed run are gone
     again = save(tmp_path, 20, model, optimizer)                                   # the broken step can be written anew
     assert verify(again) == [] and newest(tmp_path, "full") == again
+
+
+def test_everything_is_on_the_disk_before_the_folder_gets_its_name(tmp_path, monkeypatch):
+    temporary, final, events = tmp_path / "full.tmp", tmp_path / "full", []
+    (temporary / "state").mkdir(parents=True)
+    for name in ("state.json", "state/a.distcp"):
+        (temporary / name).write_text(name)
+    inside = {path.stat().st_ino for path in temporary.rglob("*")}     # the inner folder too: it holds its files' names
+    monkeypatch.setattr(os, "fsync", lambda descriptor: events.append(os.fstat(descriptor).st_ino))
+    monkeypatch.setattr(os, "replace", lambda old, new, real=os.replace: (events.append(new), real(old, new)))
+    publish(temporary, final)
+    manifest, named = events.index(temporary / "manifest.json"), events.index(final)
+    assert inside <= set(events[:manifest]) and final.stat().st_ino in events[manifest:named]
+    assert events[named + 1:] == [tmp_path.stat().st_ino]
 
 
 def test_a_resume_sets_aside_what_lies_ahead(tmp_path):

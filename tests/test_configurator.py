@@ -8,6 +8,7 @@ import pytest
 
 import configurator
 from configurator import MAY_CHANGE_ON_RESUME, RESULT_FREE, changed_keys, configure
+from engine import provenance
 
 ALPHA = '''
 """
@@ -283,6 +284,7 @@ def test_changed_keys(repo, monkeypatch):
 def test_saved_and_printed(repo, monkeypatch, capsys):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("SECRET_TOKEN", "hush")
+    monkeypatch.setattr(provenance, "git_commit", lambda: "abcd" * 10 + "+")     # of a checkout that was edited
     monkeypatch.setattr(sys, "argv", ["alpha.py", "--seed=9"])
     config = call("--seed=9")
     config.save(repo / "out")
@@ -293,7 +295,7 @@ def test_saved_and_printed(repo, monkeypatch, capsys):
     assert set(record["versions"]) == {"python", "torch", "numpy"} and record["argv"] == ["alpha.py", "--seed=9"]
     assert record["environment"]["NCCL_DEBUG"] == "INFO"
     assert "hush" not in json.dumps(record) + printed
-    for word in (config.hash, "seed=9", "--seed=9", "NCCL_DEBUG=INFO", "learning_rate=0.0003", "python"):
+    for word in (config.hash, "commit abcdabcdabcd+ ", "seed=9", "--seed=9", "NCCL_DEBUG=INFO", "learning_rate=0.0003", "python"):
         assert word in printed
     monkeypatch.setenv("RANK", "1")
     config.save(repo / "out1")

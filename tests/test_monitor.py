@@ -1,0 +1,41 @@
+"""The log of a run: whole lines, attempts, what is told to whom."""
+import json
+from dataclasses import replace
+
+from engine.monitor import Monitor, read_log
+from small import ALONE
+
+
+def attempt(folder, *steps, **numbers):
+    monitor = Monitor(folder, ALONE, 100, label="stage")
+    for step in steps:
+        monitor.log(step, f"loss of step {step}", **numbers)
+        monitor.advance()
+    monitor.close()
+
+
+def test_what_a_later_attempt_went_over_is_left_out(tmp_path):
+    attempt(tmp_path, 10, 20, 23, 30, run=1)
+    attempt(tmp_path, 21, 30, run=2)     # from a checkpoint at 20; whatever the first told of step 23 is void
+    assert [(record["step"], record["attempt"], record["run"]) for record in read_log(tmp_path)] == [
+        (10, 1, 1), (20, 1, 1), (21, 2, 2), (30, 2, 2)]
+
+
+def test_half_a_line_costs_nothing_but_itself(tmp_path):
+    attempt(tmp_path, 1, 2)
+    with open(tmp_path / "log.jsonl", "a") as file:
+        file.write('{"attempt": 1, "step": 3, "lo')
+    assert [record["step"] for record in read_log(tmp_path)] == [1, 2]     # while it is there
+    attempt(tmp_path, 3)
+    assert [record["step"] for record in read_log(tmp_path)] == [1, 2, 3]
+    assert all(json.loads(line)["format_version"] == 1 for line in (tmp_path / "log.jsonl").read_text().splitlines())
+    assert read_log(tmp_path / "none") == []
+
+
+def test_what_is_told(tmp_path, capsys):
+    attempt(tmp_path, 5, loss=float("nan"))
+    assert "stage 5/100  loss of step 5" in capsys.readouterr().out.splitlines()
+    assert read_log(tmp_path)[0]["loss"] is None
+    silent = Monitor(tmp_path / "other", replace(ALONE, rank=1), 100)
+    silent.log(1, "line", loss=1.0), silent.advance(), silent.close()
+    assert capsys.readouterr().out == "" and not (tmp_path / "other").exists()
