@@ -13,15 +13,16 @@ def adamw(model, learning_rate, weight_decay, betas=(0.9, 0.95), eps=1e-8):
     others = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     fused = next(model.parameters()).device.type in ("cpu", "cuda")
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, eps=eps, fused=fused)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=fused)
 
 
 def muon(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0.95)):
-    """[Muon for the layers' matrices, AdamW for embeddings and gains]. Muon (Jordan et al. 2024) makes all singular values of
-    a matrix's momentum equal before it steps: directions that a few large ones would drown are learned too. In short runs
-    it needs about half the tokens; its five rounds of products cost the more the smaller the batch is."""
+    """[Muon for the layers' matrices, AdamW for embeddings and gains]. Muon (Jordan et al. 2024) makes all singular values
+    of a matrix's momentum equal before it steps: directions that a few large ones would drown are learned too. In short
+    runs it needs about half the tokens; its five rounds of products cost the more the smaller the batch is."""
     matrices = [p for name, p in model.named_parameters() if ".layers." in name and p.dim() == 2]
-    first = torch.optim.Muon(matrices, lr=matrix_learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+    first = torch.optim.Muon(matrices, lr=matrix_learning_rate, weight_decay=weight_decay,
+                             adjust_lr_fn="match_rms_adamw")
     first.param_groups[0]["share"] = matrix_learning_rate / learning_rate
     for p in matrices:
         p.requires_grad_(False)         # out of adamw's sight
@@ -61,8 +62,7 @@ def clip(parameters, max_norm):
     """Scales all gradients so that their joint norm is at most max_norm (0: only measures); -> the norm before, a
     tensor. It is NaN or inf when any gradient is: a free detector, and the caller must then not step."""
     parameters = list(parameters)      # model.parameters() is a generator: read once, it has nothing left to scale
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=None)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm

@@ -12,9 +12,9 @@ from engine.files import lock_folder, read_json, sha256_file, write_json
 def open_run(config, stage, setup, **made_from):
     """Takes out_dir/stage for this run; -> (folder, lock), or (folder, None) when the run is finished.
 
-    made_from: {what: path} of the files and folders that it reads. The lock lives as long as the object does: keep it. Refuses
-    a folder that another process uses, and one that was begun with other settings or from other inputs: neither to continue it
-    nor to call it done would be right."""
+    made_from: {what: path} of the files and folders that it reads. The lock lives as long as the object does: keep it.
+    Refuses a folder that another process uses, and one that was begun with other settings or from other inputs: neither
+    to continue it nor to call it done would be right."""
     folder = Path(config.out_dir) / stage
     lock = lock_folder(folder) if setup.is_main else "held by rank 0"
     prints = {what: fingerprint(path) for what, path in made_from.items()}
@@ -23,10 +23,12 @@ def open_run(config, stage, setup, **made_from):
         changed = changed_keys(read_json(folder / "config.json"), config)
     if (folder / "inputs.json").exists():
         before = read_json(folder / "inputs.json")
-        changed += [(f"{what} ({made_from[what]}), content", before.get(what), now) for what, now in prints.items() if before.get(what) != now]
+        changed += [(f"{what} ({path}), content", before.get(what), prints[what]) for what, path in made_from.items()
+                    if before.get(what) != prints[what]]
     if changed:
         refuse_once(setup, *[f"{folder} was begun with {key} = {old!r}, now it is {new!r}" for key, old, new in changed],
-                    "Give the old value to continue that run, or start anew: remove the folder, or give another --out_dir.")
+                    "Give the old value to continue that run, or start anew: remove the folder, or give another "
+                    "--out_dir.")
     if (folder / "result.json").exists():
         setup.say(f"{folder}: already done; to do it anew, remove the folder or choose another --out_dir")
         parallel.finish(setup)
@@ -64,8 +66,8 @@ def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, f
         return False
     model = next(iter(modules.values()))
     if not all(torch.isfinite(p).all() for p in model.parameters()):
-        refuse_once(setup, f"step {done}: weights are no longer finite, so nothing is saved; the checkpoints before are sound. "
-                    "Lower --learning_rate, or look at the steps before this one in log.jsonl.")
+        refuse_once(setup, f"step {done}: weights are no longer finite, so nothing is saved; the checkpoints before are "
+                           "sound. Lower --learning_rate, or look at the steps before this one in log.jsonl.")
     if "light" in due:
         checkpoint.save_light(folder, done, model, tokenizer, setup, facts)
     if "full" in due:
@@ -77,6 +79,6 @@ def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, f
 
 
 def refuse_hopeless(guard, step, what, setup):
-    refuse_once(setup, f"step {step}: {guard.in_a_row} steps in a row had a loss or gradient that is not finite, so the run ends. The "
-                "last good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, or look at the data of these steps: "
-                f"log.jsonl has their {what}.")
+    refuse_once(setup, f"step {step}: {guard.in_a_row} steps in a row had a loss or gradient that is not finite, so the run "
+                       "ends. The last good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, or look at "
+                       f"the data of these steps: log.jsonl has their {what}.")

@@ -9,7 +9,6 @@ Appends to out_dir/timing.jsonl one line per call that did something: stage, wal
 of a stage is the sum of its calls up to the one that finished (runs/report.py adds them up); a call that found its
 stage done is not recorded.
 """
-import contextlib
 import json
 import os
 import resource
@@ -39,20 +38,16 @@ STAGES = [
 ]
 
 
-def newest_change(folders):
-    """When anything was last written in the folders, but for what a stage writes before it knows that it is done."""
-    times = [0.0]
-    for folder in folders:
-        for path in Path(folder).rglob("*"):
-            if path.name not in (".lock", "config.json", "timing.jsonl"):
-                with contextlib.suppress(FileNotFoundError):     # a temporary file that is just being removed
-                    times.append(path.stat().st_mtime)
-    return max(times)
+def changed_since(moment, *folders):
+    """Whether a stage has written anything, but for what it writes before it knows that it is done."""
+    paths = (path for folder in folders for path in Path(folder).rglob("*") if path.is_file())
+    return any(path.stat().st_mtime > moment for path in paths
+               if path.name not in (".lock", "config.json", "timing.jsonl"))
 
 
 def run(command):
     """Runs one stage. Returns its exit status, wall seconds and CPU seconds (its workers' included)."""
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
+    begin, before = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
     child = subprocess.Popen(command)
     # Ctrl-C reaches the stage by itself, since it has our terminal; a kill reaches only us, so it is passed on. Either
     # way we stay until the stage has ended, to record what it took.
@@ -63,7 +58,7 @@ def run(command):
         signal.signal(number, handler)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return status, time.time() - start, cpu
+    return status, time.time() - begin, cpu
 
 
 def words_for(script, arguments):
@@ -86,7 +81,7 @@ def main(arguments):
         timing.touch()     # the file system's own clock, which may lag behind time.time()
         start = timing.stat().st_mtime
         status, wall, cpu = run([sys.executable, str(ROOT / script), *words_for(script, arguments)])
-        if stage != "report" and newest_change([config.data_dir, out]) > start:
+        if stage != "report" and changed_since(start, config.data_dir, out):
             line = {"format_version": FORMAT_VERSION, "stage": stage, "wall_seconds": round(wall, 2),
                     "cpu_seconds": round(cpu, 2), "exit": status}
             with open(timing, "a", encoding="utf-8") as file:
