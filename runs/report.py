@@ -7,7 +7,7 @@ Reads only what the stages wrote: data_dir/audit.json, data_dir/tokenizer/report
 log.jsonl, out_dir/evaluate.json, out_dir/timing.jsonl. What is not there is left out. Writes out_dir/report.txt,
 report.json and report.png.
 """
-import json
+import io
 import operator
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configurator import configure
 from engine.files import read_json, write_atomic, write_json
-from engine.monitor import read_log
+from engine.monitor import read_lines, read_log
 from prepare.audit import waterfall
 
 data_dir = "data/demo"
@@ -45,11 +45,7 @@ def load(path):
 def read_timing(path):
     """{stage: (wall seconds, CPU seconds)}: the calls of a stage up to the one that finished it count together."""
     sums, finished = {}, {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            call = json.loads(line)
-        except json.JSONDecodeError:
-            continue     # a kill in the middle of the line
+    for call in read_lines(path):
         wall, cpu = sums.get(call["stage"], (0, 0))
         sums[call["stage"]] = wall + call["wall_seconds"], cpu + call["cpu_seconds"]
         if call["exit"] == 0:
@@ -59,40 +55,27 @@ def read_timing(path):
 
 # --- The table -------------------------------------------------------------------------------------------------------
 
-class Table:
-    """Rows of (stage, what, measured, target, verdict).
+COLUMNS = ("stage", "what", "measured", "target", "verdict")
+HOLDS = {">=": operator.ge, "<=": operator.le, "<": operator.lt}
+
+
+def table(found, config):
+    """Every number of the run in the order of the stages, as rows of COLUMNS, all text.
 
     A number that was not measured gets no row, unless something was promised about it."""
+    rows = []
 
-    def __init__(self, judge):
-        self.rows, self.judge = [], judge
+    def add(stage, what, value, form, at_least=None, at_most=None, below=None):
+        measured = value not in (None, {})
+        bounds = zip(HOLDS, (at_least, at_most, below))
+        bounds = [(sign, bound) for sign, bound in bounds if bound not in (None, {}) and config.judge]
+        verdict = ("" if not bounds else "not measured" if not measured else
+                   "ok" if all(HOLDS[sign](value, bound) for sign, bound in bounds) else "NOT MET")
+        if measured or bounds:
+            rows.append((stage, what, format(value, form) if measured else "-",
+                         " ".join(f"{sign} {bound:{form}}" for sign, bound in bounds), verdict))
 
-    def add(self, stage, what, value, form, at_least=None, at_most=None, below=None):
-        missing = value is None or value == {}
-        bounds = [(">=", at_least), ("<=", at_most), ("<", below)]
-        bounds = [(sign, bound) for sign, bound in bounds if bound not in (None, {}) and self.judge]
-        if missing and not bounds:
-            return
-        holds = {">=": operator.ge, "<=": operator.le, "<": operator.lt}
-        verdict = ("" if not bounds else "not measured" if missing else
-                   "ok" if all(holds[sign](value, bound) for sign, bound in bounds) else "NOT MET")
-        target = " ".join(f"{sign} {bound:{form}}" for sign, bound in bounds)
-        self.rows.append((stage, what, "-" if missing else format(value, form), target, verdict))
-
-    def lines(self):
-        rows = [("stage", "what", "measured", "target", ""), *self.rows]
-        a, b, c, d, _ = (max(map(len, column)) for column in zip(*rows))
-        before = None
-        for stage, what, value, target, verdict in rows:
-            stage, before = ("" if stage == before else stage), stage
-            yield f"{stage:<{a}}  {what:<{b}}  {value:>{c}}  {target:<{d}}  {verdict}".rstrip()
-
-
-def fill(table, found, config):
-    """Every number of the run in the order of the stages."""
     base, tuned, final = (found["evaluate"]["models"][name] for name in ("pretrain", "sft", "ppo"))
-    add = table.add
-
     for stage in list(found["audit"]["filters"].values())[-1:]:
         add("documents", "documents kept", stage["documents_out"], ",")
         add("documents", "bytes of text kept", stage["bytes_out"], ",")
@@ -139,6 +122,7 @@ def fill(table, found, config):
         add("seconds", f"{stage} ({cpu:,.0f} of CPU)", wall, ",.0f")
     total = sum(wall for wall, _ in found["timing"].values()) / 60
     add("seconds", "minutes in all", total or None, ".1f", at_most=config.max_minutes)
+    return rows
 
 
 def mean_exact(scores):
@@ -146,25 +130,34 @@ def mean_exact(scores):
     return sum(exact) / len(exact) if exact else None
 
 
+def lines_of(rows):
+    """The rows in columns, the name of a stage once."""
+    rows = [(*COLUMNS[:-1], ""), *rows]
+    a, b, c, d, _ = (max(map(len, column)) for column in zip(*rows))
+    before = None
+    for stage, what, measured, target, verdict in rows:
+        stage, before = ("" if stage == before else stage), stage
+        yield f"{stage:<{a}}  {what:<{b}}  {measured:>{c}}  {target:<{d}}  {verdict}".rstrip()
+
+
 # --- The picture -----------------------------------------------------------------------------------------------------
 
 def draw(path, found, logs):
     """A panel for each stage that there is something of. False without matplotlib."""
     try:
-        import matplotlib
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+        from matplotlib import rcParams
+        from matplotlib.figure import Figure
     except ImportError:
         return False
+    rcParams.update({"axes.titlelocation": "left", "axes.titlesize": 11, "axes.titleweight": "bold",
+                     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
     blue, orange, grey = "#3b6ea8", "#d9822b", "#9aa0a6"
-    figure, axes = pyplot.subplots(2, 4, figsize=(20, 9), layout="constrained")
-    panels = iter(axes.flat)
+    figure = Figure(figsize=(20, 9), layout="constrained")
+    panels = iter(figure.subplots(2, 4).flat)
 
     def panel(title, x="", y=""):
         axis = next(panels)
-        axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
-        axis.set(xlabel=x, ylabel=y)
-        axis.spines[["top", "right"]].set_visible(False)
+        axis.set(title=title, xlabel=x, ylabel=y)
         return axis
 
     def curve(axis, log, name, label, colour, **style):
@@ -186,7 +179,7 @@ def draw(path, found, logs):
         axis = panel(f"{title}: loss", "step", "nats per token")
         curve(axis, logs[name], "loss", "training", grey, linewidth=1)
         curve(axis, logs[name], "val_loss", "held out", blue, marker="o")
-        axis.legend(frameon=False)
+        axis.legend()
 
     text, kinds, models = (found["evaluate"][name] for name in ("text", "kinds", "models"))
     base, tuned = models["pretrain"], models["sft"]
@@ -205,12 +198,12 @@ def draw(path, found, logs):
     axis = panel("PPO", "update", "score")
     curve(axis, logs["ppo"], "gold", "the rule's score", orange)
     curve(axis, logs["ppo"], "score", "the reward model's score", blue)
-    axis.legend(frameon=False)
+    axis.legend()
 
     bars("Seconds of each stage", {stage: wall for stage, (wall, _) in found["timing"].items()}, ",.0f")
-    figure.savefig(path.with_suffix(".tmp.png"), dpi=110)
-    path.with_suffix(".tmp.png").replace(path)
-    pyplot.close(figure)
+    png = io.BytesIO()
+    figure.savefig(png, dpi=110)
+    write_atomic(path, png.getvalue())
     return True
 
 
@@ -223,16 +216,14 @@ def main(config):
     logs = {name: read_log(out / name) for name in ("pretrain", "sft", "ppo")}
 
     # 2. As a table.
-    table = Table(config.judge)
-    fill(table, found, config)
-    lines = [*(waterfall(found["audit"]) if found["audit"] else ()), "", *table.lines()]
-    missed = sum(row[-1] in ("NOT MET", "not measured") for row in table.rows)
+    rows = table(found, config)
+    lines = [*(waterfall(found["audit"]) if found["audit"] else ()), "", *lines_of(rows)]
+    missed = sum(row[-1] in ("NOT MET", "not measured") for row in rows)
     if config.judge:
         lines += ["", f"{missed} targets are not met" if missed else "all targets are met"]
     print("\n".join(lines))
     write_atomic(out / "report.txt", "\n".join(lines) + "\n")
-    names = ("stage", "what", "measured", "target", "verdict")
-    write_json(out / "report.json", {"rows": [dict(zip(names, row)) for row in table.rows]})
+    write_json(out / "report.json", {"rows": [dict(zip(COLUMNS, row)) for row in rows]})
 
     # 3. As a picture.
     if draw(out / "report.png", found, logs):
