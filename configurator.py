@@ -27,15 +27,16 @@ import contextlib
 import dataclasses
 import difflib
 import hashlib
-import io
 import json
 import os
+import platform
 import re
 import shlex
+import subprocess
 import sys
-import tokenize
 import traceback
 import types
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -55,6 +56,12 @@ RESULT_FREE = [
 # these are the same mathematics with other rounding. max_steps is not among them, since the learning rate is a function
 # of it: to train a finished model further, start a new run with --init_from.
 MAY_CHANGE_ON_RESUME = RESULT_FREE + ["attention", "compile", "deterministic"]
+
+
+# What is recorded of the environment, by the beginnings of the names. Never all of it: that holds people's tokens, and
+# the record is shared.
+VARIABLES = ("OMP_", "GOMP_", "MKL_", "NCCL_", "TORCH", "CUDA_", "CUBLAS_", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+             "PYTHONHASHSEED")
 
 
 def refuse(*problems):
@@ -105,11 +112,8 @@ def read_schema(path):
     source = Path(path).read_text(encoding="utf-8")
     if not re.search(r"^( {4})?\w.*\bconfigure\(globals\(\)\)", source, re.MULTILINE):
         return None
-    body = ast.parse(source, str(path)).body
-    comments = {token.start[0]: token.string.lstrip("# ")
-                for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.COMMENT}
-    schema = {}
-    for node in body:
+    lines, schema = source.encode().split(b"\n"), {}     # ast counts columns in bytes
+    for node in ast.parse(source, str(path)).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             break
         if not isinstance(node, (ast.Assign, ast.AnnAssign)) or not node.value:
@@ -124,7 +128,8 @@ def read_schema(path):
             continue     # something computed: an ordinary module variable
         words = re.findall(r"\w+", ast.unparse(node.annotation)) if annotated else [type(default).__name__]
         kind, item = [*(KINDS[word] for word in words if word in KINDS), None][:2]
-        schema[name] = Key(name, default, comments.get(node.end_lineno, ""), kind, item, "None" in words)
+        comment = lines[node.end_lineno - 1][node.end_col_offset:].decode().lstrip("# ")
+        schema[name] = Key(name, default, comment, kind, item, "None" in words)
     return schema
 
 
@@ -217,10 +222,10 @@ def settings_of(path, script, schemas, problems):
             continue     # the file's own helper
         if isinstance(value, dict) and name in schemas:
             own += [(name, key, inner, (name, key)) for key, inner in value.items()]
-            continue
-        if name not in known:
+        elif name in known:
+            shared += [(stem, name, value, name) for stem in schemas if name in schemas[stem]]
+        else:
             problems.append(f"{where(name)}: no script has a key '{name}'{nearest(name, known | set(schemas))}")
-        shared += [(stem, name, value, name) for stem in schemas if name in schemas[stem]]
     settings = {}
     for stem, key, value, place in shared + own:     # in this order: a script's own section counts more
         if key not in schemas[stem]:
@@ -267,18 +272,29 @@ class Config:
         if os.environ.get("RANK", "0") != "0":
             return
         from engine.files import write_json      # here, not at the top, since engine/ stands on this file
-        from engine.provenance import circumstances
-        record = {"script": self.script, "hash": self.hash, "config": dict(self.items()), "files": self.files,
-                  "argv": sys.argv, **circumstances()}
-        write_json(Path(folder) / "config.json", record)
-        versions = [f"{name} {version}" for name, version in record["versions"].items()]
-        commit = record["commit"] or "none"
-        print(f"{self.script}.py", f"config {self.hash}", f"commit {commit[:12]}{commit[40:]}", *versions, sep="  ")
-        print("called as", shlex.join(sys.argv), *map("=".join, record["environment"].items()), sep="  ")
-        told = {name: f"{name}={value!r}" for name, value in self.items()}
-        same = [name for name, value in self.items() if value == self.default(name)]
-        print("set", *(told[name] for name in told if name not in same), sep="  ")
-        print("defaults", *(told[name] for name in same), sep="  ", flush=True)
+        commit = git_commit()
+        # From the installed packages' records, so that nobody waits for an import of torch.
+        packages = {name: metadata.version(name) for name in ("torch", "numpy")}
+        versions = {"python": platform.python_version(), **packages}
+        environment = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+        write_json(Path(folder) / "config.json", {
+            "script": self.script, "hash": self.hash, "config": dict(self.items()), "files": self.files,
+            "commit": commit, "versions": versions, "argv": sys.argv, "environment": environment})
+        print(f"{self.script}.py", f"config {self.hash}", f"commit {commit}", *map(" ".join, versions.items()), sep="  ")
+        print("called as ", shlex.join(sys.argv), *map("=".join, environment.items()), sep="  ")
+        same = [(name, value) for name, value in self.items() if value == self.default(name)]
+        print("set       ", *(f"{name}={value!r}" for name, value in self.items() if (name, value) not in same), sep="  ")
+        print("defaults  ", *(f"{name}={value!r}" for name, value in same), sep="  ", flush=True)
+
+
+def git_commit():
+    """The checkout's commit, with '+' when tracked files differ from it; None outside a git checkout."""
+    command = ["git", f"--git-dir={ROOT}/.git", f"--work-tree={ROOT}",     # and not the one of some outer repository
+               "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None     # no git on this machine, or no commit yet: a run needs neither
 
 
 def changed_keys(old, config):

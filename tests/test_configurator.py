@@ -8,7 +8,6 @@ import pytest
 
 import configurator
 from configurator import MAY_CHANGE_ON_RESUME, RESULT_FREE, changed_keys, configure
-from engine import provenance
 
 ALPHA = '''
 """
@@ -22,7 +21,7 @@ seed = 1                                 # of everything
 learning_rate = 3e-4                     # peak, after the warm-up
 batch_tokens = 8 * 1024                  # arithmetic is allowed
 warmup_steps: int | None = None          # None: chosen by the length
-name = "plain"
+name = "plain"                           # größer als ASCII
 compile = False                          # True or False
 betas: tuple[float] = (0.9, 0.95)
 inputs: list[str] = []                   # files
@@ -284,7 +283,7 @@ def test_changed_keys(repo, monkeypatch):
 def test_saved_and_printed(repo, monkeypatch, capsys):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("SECRET_TOKEN", "hush")
-    monkeypatch.setattr(provenance, "git_commit", lambda: "abcd" * 10 + "+")     # of a checkout that was edited
+    monkeypatch.setattr(configurator, "git_commit", lambda: "abcd" * 10 + "+")     # of a checkout that was edited
     monkeypatch.setattr(sys, "argv", ["alpha.py", "--seed=9"])
     config = call("--seed=9")
     config.save(repo / "out")
@@ -295,11 +294,23 @@ def test_saved_and_printed(repo, monkeypatch, capsys):
     assert set(record["versions"]) == {"python", "torch", "numpy"} and record["argv"] == ["alpha.py", "--seed=9"]
     assert record["environment"]["NCCL_DEBUG"] == "INFO"
     assert "hush" not in json.dumps(record) + printed
-    for word in (config.hash, "commit abcdabcdabcd+ ", "seed=9", "--seed=9", "NCCL_DEBUG=INFO", "learning_rate=0.0003", "python"):
+    for word in (config.hash, f"commit {'abcd' * 10}+", "seed=9", "--seed=9", "NCCL_DEBUG=INFO", "learning_rate=0.0003", "python"):
         assert word in printed
     monkeypatch.setenv("RANK", "1")
     config.save(repo / "out1")
     assert capsys.readouterr().out == "" and not (repo / "out1").exists()
+
+
+def test_commit_of_this_very_folder(repo):
+    assert configurator.git_commit() is None
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e@example.org"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"], ["tag", "v1"]):
+        subprocess.run([*git, *words], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    write("untracked", "")
+    assert configurator.git_commit() == commit
+    write("beta.py", BETA + "\n")
+    assert configurator.git_commit() == commit + "+"
 
 
 def test_help(repo, capsys):
@@ -335,7 +346,7 @@ def test_as_a_program(root, repo):
 
 
 def test_no_wait_for_torch(root):
-    code = "import sys, configurator, engine.files, engine.provenance; print(*sys.modules)"
+    code = "import sys, configurator, engine.files; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
     assert "configurator" in loaded.split() and "torch" not in loaded.split()
 

@@ -61,7 +61,7 @@ def repo(tmp_path, root):
     chain = load(root, "chain")
     for folder in ("runs", "engine", "config"):
         (tmp_path / folder).mkdir()
-    for file in ("configurator.py", "engine/files.py", "engine/provenance.py", "runs/chain.py"):
+    for file in ("configurator.py", "engine/files.py", "runs/chain.py"):
         (tmp_path / file).write_bytes((root / file).read_bytes())
     for _, script, _ in chain.STAGES:
         name = os.path.basename(script)[:-3]
