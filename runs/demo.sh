@@ -9,6 +9,6 @@
 # Interrupt it when you like: the same command continues, and comes to the same end. What is done is not done again.
 set -eu
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-install_needed requirements.txt
-install_optional requirements-viewers.txt
+install requirements.txt
+install requirements-viewers.txt optional
 exec "$venv/bin/python" runs/chain.py ${1+"$@"}

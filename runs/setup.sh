@@ -55,23 +55,17 @@ pip_install() {
     fi
 }
 
-# install_needed FILE     what must be there: when it cannot be had, everything ends here
-# install_optional FILE what may be missing
-# Each is done once, and again when a requirements file changes. A stamp is set only behind a finished installation.
-install_needed() {
+# install FILE            what must be there: when it cannot be had, everything ends here
+# install FILE optional   what may be missing
+# Each is done once, and again when a requirements file changes. The stamp is set behind it.
+install() {
     if [ "$(cat "$venv/installed-$1" 2>/dev/null)" = "$(stamp_of)" ]; then return; fi
     echo "--- installing $1 into .venv (once)"
     if ! pip_install -r "$1"; then
-        echo "The installation did not finish. Mend what pip says above, then give the same command again." >&2
-        exit 2
-    fi
-    stamp_of > "$venv/installed-$1"
-}
-
-install_optional() {
-    if [ "$(cat "$venv/installed-$1" 2>/dev/null)" = "$(stamp_of)" ]; then return; fi
-    echo "--- installing $1 into .venv (optional)"
-    if ! pip_install -q -r "$1"; then
+        if [ "${2:-}" != optional ]; then
+            echo "The installation did not finish. Mend what pip says above, then give the same command again." >&2
+            exit 2
+        fi
         echo "note: not all of $1 could be installed; everything runs without. To try again: rm .venv/installed-$1"
     fi
     stamp_of > "$venv/installed-$1"

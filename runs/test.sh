@@ -8,5 +8,5 @@
 # Tests on real archives and vocabularies read them from the folder TEARDOWN_TEST_DATA, or are skipped.
 set -eu
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-install_needed requirements-test.txt
+install requirements-test.txt
 exec "$venv/bin/python" -m pytest -q ${1+"$@"}
