@@ -19,6 +19,15 @@ def test_what_a_later_attempt_went_over_is_left_out(tmp_path):
     attempt(tmp_path, 21, 30, run=2)     # from a checkpoint at 20; whatever the first told of step 23 is void
     assert [(record["step"], record["attempt"], record["run"]) for record in read_log(tmp_path)] == [
         (10, 1, 1), (20, 1, 1), (21, 2, 2), (30, 2, 2)]
+    attempt(tmp_path, 30, run=3)
+    assert [(record["step"], record["attempt"]) for record in read_log(tmp_path)] == [(10, 1), (20, 1), (21, 2), (30, 3)]
+
+
+def test_a_line_is_in_the_file_at_once(tmp_path):
+    monitor = Monitor(tmp_path, ALONE, 100)
+    monitor.log(1, loss=2.0)
+    assert read_log(tmp_path)[0]["loss"] == 2.0     # after a kill -9 here it would be there too
+    monitor.close()
 
 
 def test_half_a_line_costs_nothing_but_itself(tmp_path):

@@ -1,0 +1,102 @@
+"""A stage's folder: taken, compared with what it was begun from, done or to be continued; and when checkpoints are due."""
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from configurator import configure
+from engine import run
+from engine.run import fingerprint, open_run, save_when_due
+from small import ALONE, ROOT
+
+
+def config_of(out, *words):
+    return configure({"__file__": str(ROOT / "train.py")}, [f"--out_dir={out}", *words])
+
+
+def refused(capsys, function, *arguments, **named):
+    with pytest.raises(SystemExit) as stop:
+        function(*arguments, **named)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "index.json").write_text("one")
+    return tmp_path / "index.json"
+
+
+def test_a_run_is_begun_continued_and_done(tmp_path, data, capsys):
+    folder, lock = open_run(config_of(tmp_path), "stage", ALONE, data=data)
+    assert folder == tmp_path / "stage" and json.loads((folder / "config.json").read_text())["script"] == "train"
+    assert "is in use by" in refused(capsys, open_run, config_of(tmp_path), "stage", ALONE, data=data)
+    lock.close()
+    folder, lock = open_run(config_of(tmp_path, "--log_every=3"), "stage", ALONE, data=data)
+    assert lock is not None     # a key that may change
+    lock.close()
+    (folder / "result.json").write_text("{}")
+    assert open_run(config_of(tmp_path), "stage", ALONE, data=data) == (folder, None)
+    assert "already done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_other_settings_and_other_inputs_are_refused_together(tmp_path, data, capsys, done):
+    folder, lock = open_run(config_of(tmp_path), "stage", ALONE, data=data)
+    lock.close()
+    if done:
+        (folder / "result.json").write_text("{}")
+    before = {path.name: path.read_text() for path in folder.glob("*.json")}
+    data.write_text("two")
+    said = refused(capsys, open_run, config_of(tmp_path, "--seed=2"), "stage", ALONE, data=data)
+    assert "begun with seed = 1, now it is 2" in said and f"begun with data ({data}), content = " in said
+    assert {path.name: path.read_text() for path in folder.glob("*.json")} == before
+
+
+def test_fingerprint(tmp_path):
+    for name in ("a.safetensors", "config.json", "training.log"):
+        (tmp_path / name).write_text(name)
+    first = fingerprint(tmp_path)
+    (tmp_path / "training.log").write_text("more")
+    assert fingerprint(tmp_path) == first and len(first) == 16
+    (tmp_path / "a.safetensors").write_text("more")
+    assert fingerprint(tmp_path) not in (first, fingerprint(tmp_path / "config.json"))
+    (tmp_path / "manifest.json").write_text("it has the others' checksums")
+    with_manifest = fingerprint(tmp_path)
+    (tmp_path / "a.safetensors").write_text("not looked at")
+    assert fingerprint(tmp_path) == with_manifest != first
+
+
+@pytest.fixture
+def save(monkeypatch):
+    """save(step, **intervals) -> what a run of 7 steps wrote and pruned after that step."""
+    calls = []
+    monkeypatch.setattr(run.checkpoint, "save_light", lambda folder, step, *_: calls.append(("light", step)))
+    monkeypatch.setattr(run.checkpoint, "save_full", lambda folder, step, *_: calls.append(("full", step)))
+    monkeypatch.setattr(run.checkpoint, "prune", lambda folder, kind, keep: calls.append((f"prune {kind}", keep)))
+
+    def make(step, save_light, save_full, value=1.0):
+        calls.clear()
+        model = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(model.bias, value)
+        config = SimpleNamespace(save_light=save_light, save_full=save_full, keep=5)
+        saved = save_when_due("run", step, 7, config, {"model": model}, {}, None, {}, ALONE)
+        assert saved == bool(calls)
+        return list(calls)
+    make.calls = calls
+    return make
+
+
+def test_checkpoints_are_saved_when_they_are_due(save, capsys):
+    made = {step: [kind for kind, _ in save(step, 2, 3)] for step in range(1, 8)}
+    light, full, both = ["light", "prune light"], ["full", "prune full"], ["light", "full", "prune light", "prune full"]
+    assert made == {1: [], 2: light, 3: full, 4: light, 5: [], 6: both, 7: both}     # at the end in any case
+    assert save(4, 2, 3) == [("light", 4), ("prune light", 5)]
+    assert [save(step, 0, 0) != [] for step in (6, 7)] == [False, True]
+
+
+def test_weights_that_are_not_finite_are_not_saved(save, capsys):
+    assert save(5, 2, 3, value=float("nan")) == []     # not looked at when nothing is due
+    for value in (float("nan"), float("inf")):
+        assert "no longer finite" in refused(capsys, save, 6, 2, 3, value=value) and save.calls == []
