@@ -112,6 +112,16 @@ def test_everything_is_on_the_disk_before_the_folder_gets_its_name(tmp_path, mon
     assert events[named + 1:] == [tmp_path.stat().st_ino]
 
 
+def test_a_step_that_is_reached_again_keeps_what_was_there_under_other_names(tmp_path):
+    final = tmp_path / "full_00000001"
+    for content in ("first", "second", "third"):
+        final.with_suffix(".tmp").mkdir()
+        (final.with_suffix(".tmp") / "state.json").write_text(content)
+        publish(final.with_suffix(".tmp"), final)
+    assert {path.name: (path / "state.json").read_text() for path in tmp_path.iterdir()} == {
+        "full_00000001": "third", "full_00000001.abandoned-1": "first", "full_00000001.abandoned-2": "second"}
+
+
 def test_a_resume_sets_aside_what_lies_ahead(tmp_path):
     model, optimizer = trained()
     for at in (10, 20):
