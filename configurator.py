@@ -280,11 +280,11 @@ class Config:
         write_json(Path(folder) / "config.json", {
             "script": self.script, "hash": self.hash, "config": dict(self.items()), "files": self.files,
             "commit": commit, "versions": versions, "argv": sys.argv, "environment": environment})
-        print(f"{self.script}.py", f"config {self.hash}", f"commit {commit}", *map(" ".join, versions.items()), sep="  ")
+        print(f"{self.script}.py  config {self.hash}  commit {commit}", *map(" ".join, versions.items()), sep="  ")
         print("called as ", shlex.join(sys.argv), *map("=".join, environment.items()), sep="  ")
-        same = [(name, value) for name, value in self.items() if value == self.default(name)]
-        print("set       ", *(f"{name}={value!r}" for name, value in self.items() if (name, value) not in same), sep="  ")
-        print("defaults  ", *(f"{name}={value!r}" for name, value in same), sep="  ", flush=True)
+        told = [(f"{name}={value!r}", value == self.default(name)) for name, value in self.items()]
+        print("set       ", *(text for text, is_default in told if not is_default), sep="  ")
+        print("defaults  ", *(text for text, is_default in told if is_default), sep="  ", flush=True)
 
 
 def git_commit():

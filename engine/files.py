@@ -52,8 +52,9 @@ def write_atomic(path, content):
 
 
 def plain(value):
-    """`value` in JSON's own types: numpy and torch numbers and arrays unpacked, paths as text, nan and inf as null (JSON
-    has no word for them, and readers in other languages stop at Python's NaN). TypeError for what has no such form."""
+    """`value` in JSON's own types: numpy and torch numbers and arrays unpacked, paths as text, nan and inf as null.
+    TypeError for what has no such form."""
+    # JSON has no word for nan and inf, and readers in other languages stop at the NaN that Python writes.
     unpack = lambda other: other.tolist() if hasattr(other, "tolist") else os.fspath(other)
     return json.loads(json.dumps(value, default=unpack), parse_constant=lambda word: None)
 

@@ -25,7 +25,7 @@ def steps_of(run_dir, kind):
 
 
 def publish(temporary, final):
-    """Makes a finished temporary folder final: every file and inner folder flushed, the manifest last of all, one rename."""
+    """Makes a finished temporary folder final: everything in it flushed, the manifest last of all, one rename."""
     paths = sorted(temporary.rglob("*"))
     for path in paths:
         fsync_folder(path)

@@ -1,8 +1,8 @@
 """
 What a run tells: one line a logged step in log.jsonl, the same numbers for TensorBoard, a bar on a terminal.
 
-log.jsonl is the record; everything that draws or diagnoses reads that file only. A run that was interrupted goes over some
-steps again: every line carries `attempt`, and read_log leaves out what a later attempt went over.
+log.jsonl is the record; everything that draws or diagnoses reads that file only. A run that was interrupted goes over
+some steps again: every line carries `attempt`, and read_log leaves out what a later attempt went over.
 """
 import contextlib
 import json
@@ -25,7 +25,8 @@ class Monitor:
             return
         path = Path(run_dir) / "log.jsonl"
         path.touch()
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)     # to half a line of a killed run the next would be glued
+        # A run that was killed while it wrote leaves half a line, to which the next one would be glued.
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self.attempt = 1 + max((record["attempt"] for record in read_lines(path)), default=0)
         self.file = open(path, "a", encoding="utf-8")
         try:
@@ -41,8 +42,9 @@ class Monitor:
         """One record for `step`; `line`: what a person reads, where there is no terminal for a bar."""
         if not self.is_main:
             return
-        record = {"format_version": FORMAT_VERSION, "attempt": self.attempt, "step": step, "time": round(time.time(), 3)}
-        self.file.write(json.dumps(plain(record | numbers), allow_nan=False) + "\n")
+        record = {"format_version": FORMAT_VERSION, "attempt": self.attempt, "step": step,
+                  "time": round(time.time(), 3), **numbers}
+        self.file.write(json.dumps(plain(record), allow_nan=False) + "\n")
         self.file.flush()
         for name, value in numbers.items() if self.board else ():
             if isinstance(value, (int, float)):
@@ -65,7 +67,7 @@ class Monitor:
 
 
 def read_lines(path):
-    """The records of a .jsonl file, none when it is missing; a line that a kill or a full disk cut short is left out."""
+    """The records of a .jsonl file, none when it is missing; what a kill or a full disk cut short is left out."""
     records = []
     for line in Path(path).read_text(encoding="utf-8").splitlines() if Path(path).exists() else ():
         with contextlib.suppress(json.JSONDecodeError):

@@ -17,9 +17,9 @@ def adamw(model, learning_rate, weight_decay, betas=(0.9, 0.95), eps=1e-8):
 
 
 def muon(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0.95)):
-    """[Muon for the layers' matrices, AdamW for embeddings and gains]. Muon (Jordan et al. 2024) makes all singular values
-    of a matrix's momentum equal before it steps: directions that a few large ones would drown are learned too. In short
-    runs it needs about half the tokens; its five rounds of products cost the more the smaller the batch is."""
+    """[Muon for the layers' matrices, AdamW for embeddings and gains]. Muon (Jordan et al. 2024) makes all singular
+    values of a matrix's momentum equal before it steps: directions that a few large ones would drown are learned too.
+    In short runs it needs about half the tokens; its five rounds of products cost the more the smaller the batch is."""
     matrices = [p for name, p in model.named_parameters() if ".layers." in name and p.dim() == 2]
     first = torch.optim.Muon(matrices, lr=matrix_learning_rate, weight_decay=weight_decay,
                              adjust_lr_fn="match_rms_adamw")

@@ -26,7 +26,8 @@ def open_run(config, stage, setup, **made_from):
         changed += [(f"{what} ({path}), content", before.get(what), prints[what]) for what, path in made_from.items()
                     if before.get(what) != prints[what]]
     if changed:
-        refuse_once(setup, *[f"{folder} was begun with {key} = {old!r}, now it is {new!r}" for key, old, new in changed],
+        differences = [f"{folder} was begun with {key} = {old!r}, now it is {new!r}" for key, old, new in changed]
+        refuse_once(setup, *differences,
                     "Give the old value to continue that run, or start anew: remove the folder, or give another "
                     "--out_dir.")
     if (folder / "result.json").exists():
@@ -66,8 +67,8 @@ def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, f
         return False
     model = next(iter(modules.values()))
     if not all(torch.isfinite(p).all() for p in model.parameters()):
-        refuse_once(setup, f"step {done}: weights are no longer finite, so nothing is saved; the checkpoints before are "
-                           "sound. Lower --learning_rate, or look at the steps before this one in log.jsonl.")
+        refuse_once(setup, f"step {done}: weights are no longer finite, so nothing is saved; the checkpoints before "
+                           "are sound. Lower --learning_rate, or look at the steps before this one in log.jsonl.")
     if "light" in due:
         checkpoint.save_light(folder, done, model, tokenizer, setup, facts)
     if "full" in due:
@@ -79,6 +80,6 @@ def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, f
 
 
 def refuse_hopeless(guard, step, what, setup):
-    refuse_once(setup, f"step {step}: {guard.in_a_row} steps in a row had a loss or gradient that is not finite, so the run "
-                       "ends. The last good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, or look at "
-                       f"the data of these steps: log.jsonl has their {what}.")
+    refuse_once(setup, f"step {step}: {guard.in_a_row} steps in a row had a loss or gradient that is not finite, so "
+                       "the run ends. The last good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, or "
+                       f"look at the data of these steps: log.jsonl has their {what}.")

@@ -12,6 +12,7 @@ stage done is not recorded.
 import json
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -87,12 +88,12 @@ def main(arguments):
             with open(timing, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         if status:
-            again = " ".join(["bash runs/demo.sh", *sys.argv[1:]])
+            again = shlex.join(["bash", "runs/demo.sh", *sys.argv[1:]])
             reason = "was interrupted" if status < 0 or status in (130, 143) else f"ended with exit status {status}"
             print(f"\n{script} {reason}. What is done stays done; to continue:  {again}", file=sys.stderr)
             raise SystemExit(128 - status if status < 0 else status)
     print(f"\n{time.time() - begin:.0f} seconds in this call. Talk to the model:\n\n"
-          f"  .venv/bin/python sample.py {' '.join(words_for('sample.py', arguments))} --chat=True\n")
+          f"  .venv/bin/python sample.py {shlex.join(words_for('sample.py', arguments))} --chat=True\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def test_what_a_later_attempt_went_over_is_left_out(tmp_path):
     assert [(record["step"], record["attempt"], record["run"]) for record in read_log(tmp_path)] == [
         (10, 1, 1), (20, 1, 1), (21, 2, 2), (30, 2, 2)]
     attempt(tmp_path, 30, run=3)
-    assert [(record["step"], record["attempt"]) for record in read_log(tmp_path)] == [(10, 1), (20, 1), (21, 2), (30, 3)]
+    assert [(record["step"], record["run"]) for record in read_log(tmp_path)] == [(10, 1), (20, 1), (21, 2), (30, 3)]
 
 
 def test_a_line_is_in_the_file_at_once(tmp_path):

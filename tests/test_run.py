@@ -1,4 +1,4 @@
-"""A stage's folder: taken, compared with what it was begun from, done or to be continued; and when checkpoints are due."""
+"""A stage's folder: taken, compared with what it was begun from, done or to be continued; when checkpoints are due."""
 import json
 from types import SimpleNamespace
 

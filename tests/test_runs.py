@@ -114,6 +114,11 @@ def test_a_stage_that_fails_ends_the_chain_and_the_next_call_continues(repo):
     assert [line["stage"] for line in recorded(repo)].count("pretrain") == 1
 
 
+def test_the_command_that_continues_can_be_pasted(repo):
+    (repo / "fail").write_text("prepare_data")
+    assert "bash runs/demo.sh '--data_dir=data/my own'\n" in call(repo, "--data_dir=data/my own").stderr
+
+
 @pytest.mark.parametrize("number, to_group, status", [(signal.SIGTERM, False, 143), (signal.SIGINT, True, 130)])
 def test_interrupted_chain_takes_its_stage_along(repo, number, to_group, status):
     """A kill reaches the chain alone, Ctrl-C everything that runs in the terminal."""
