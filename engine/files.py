@@ -13,6 +13,7 @@ import json
 import os
 import re
 import socket
+import weakref
 from pathlib import Path
 
 from configurator import refuse
@@ -108,6 +109,9 @@ def lock_folder(folder):
                "Wait for it, end it, or choose another --out_dir.")
     except OSError as error:     # some network file systems know no locks: better unlocked, and said, than not at all
         print(f"note: {folder} cannot be locked ({error.strerror}); do not start two runs in it")
+    # A worker forked from here would hold the lock as well, and it may outlive a kill -9 of this process.
+    held = weakref.ref(file)
+    os.register_at_fork(after_in_child=lambda: held() and held().close())
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()

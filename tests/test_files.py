@@ -165,6 +165,28 @@ def test_two_processes_never_share_a_folder(tmp_path, root, capsys):
     lock_folder(folder).close()
 
 
+FORKER = """
+import os, sys, time
+sys.path.insert(0, sys.argv[2])
+from engine.files import lock_folder
+lock = lock_folder(sys.argv[1])
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_worker_that_outlives_its_parent_does_not_keep_the_lock(tmp_path, root):
+    parent = subprocess.Popen([sys.executable, "-c", FORKER, str(tmp_path), str(root)], stdout=subprocess.PIPE, text=True)
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    try:
+        lock_folder(tmp_path).close()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     def cannot(*_):
         raise OSError(errno.ENOLCK, "No locks available")
