@@ -20,8 +20,7 @@ import uuid
 from pathlib import Path
 
 from configurator import refuse
-from engine.files import read_json, sha256_file, write_json
-from engine.shards import publish
+from engine.files import read_json, sha256_file, write_atomic, write_json
 
 # What is planted: kind -> (how many, the filter that drops it, its reason). A filter of None: kept.
 PLANTED = {
@@ -67,45 +66,35 @@ TIME_LIMIT = 120           # seconds for a block
 # The pages
 
 def child(folder, *arguments):
-    """What a rendering child answers: (list of objects, whether it ended by itself)."""
+    """What a rendering child answers: a list of objects, shorter when it dies or takes too long."""
     command = [sys.executable, *ISOLATED, str(Path(__file__).with_name("render.py")), *arguments]
-    process = subprocess.Popen(command, env=ENVIRONMENT, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.DEVNULL)
     try:
-        output, _ = process.communicate(timeout=TIME_LIMIT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-    answers = []
-    for line in output.splitlines():
-        try:
-            answers.append(json.loads(line))
-        except ValueError:
-            break                                             # cut off in the middle by a crash
-    return answers, process.returncode == 0
+        output = subprocess.run(command, env=ENVIRONMENT, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                stderr=subprocess.DEVNULL, timeout=TIME_LIMIT).stdout
+    except subprocess.TimeoutExpired as late:
+        output = late.stdout or b""
+    # A crash may cut the last line off in the middle.
+    return [json.loads(line) for line in output.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def render_block(folder, modules):
     """[(module, html or None, why not)] in the order of `modules`. A module that kills its child is passed over."""
-    pages, left = {}, list(modules)
+    pages, left = {}, modules
     while left:
-        answers, _ = child(folder, "page", *left)
-        begun = [answer["begin"] for answer in answers if "begin" in answer]
-        for answer in answers:
-            if "module" in answer:
-                pages[answer["module"]] = answer
-        if begun and begun[-1] not in pages:
-            pages[begun[-1]] = {"skipped": f"the interpreter died or took more than {TIME_LIMIT} s"}
-        if not begun:
+        answers = child(folder, "page", *left)
+        if not answers:
             refuse(f"{sys.executable} cannot render module pages: it answers nothing when run with "
                    f"{' '.join(ISOLATED)}")
+        pages |= {answer["module"]: answer for answer in answers if "module" in answer}
+        if "begin" in answers[-1]:
+            pages[answers[-1]["begin"]] = {"skipped": f"the interpreter died or took more than {TIME_LIMIT} s"}
         left = [module for module in left if module not in pages]
     return [(module, pages[module].get("html"), pages[module].get("skipped")) for module in modules]
 
 
 def render_pages(folder, limit, progress):
     """({module: html}, {module: why it is skipped}); limit > 0 takes that many modules, evenly spread over the list."""
-    candidates, _ = child(folder, "list")
+    candidates = child(folder, "list")
     skipped = {item["module"]: item["skipped"] for item in candidates if item["skipped"]}
     # Public modules first: where a page is nearly a copy of another one (decimal of _decimal), the first is kept.
     modules = sorted((item["module"] for item in candidates if not item["skipped"]),
@@ -114,7 +103,7 @@ def render_pages(folder, limit, progress):
         modules = [modules[i * len(modules) // limit] for i in range(limit)]
     blocks = [modules[start:start + BLOCK] for start in range(0, len(modules), BLOCK)]
     pages = {}
-    with concurrent.futures.ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for block in progress(pool.map(lambda block: render_block(folder, block), blocks), len(blocks), "rendering"):
             for module, html, reason in block:
                 if html is None:
@@ -127,45 +116,19 @@ def render_pages(folder, limit, progress):
 # --------------------------------------------------------------------------------------------------------------------
 # The noise
 
-WHO = ("the old librarian", "a young surveyor", "my neighbour", "the ferryman", "our teacher", "a travelling cook",
-       "the clockmaker", "her cousin", "the night guard", "a quiet gardener", "the postmaster", "an engineer from afar")
-DID = ("carried", "repaired", "counted", "described", "painted", "borrowed", "forgot", "discovered", "sold", "hid",
-       "measured", "admired")
-WHAT = ("a heavy brass key", "three letters without stamps", "the map of the harbour", "an umbrella with a bent handle",
-        "the last jar of honey", "a box of coloured glass", "the bell from the chapel", "a notebook full of numbers",
-        "two loaves of warm bread", "a picture of a lighthouse", "a bicycle without a chain", "a recipe for plum cake")
-WHERE = ("behind the station", "near the frozen river", "under the wooden bridge", "in the attic of the school",
-         "at the edge of the market", "on the road to the mill", "beside the dry fountain", "in a garden full of weeds",
-         "on the first floor of the museum", "between two rows of elms", "close to the harbour wall", "in the bakery")
-WHY = ("because the winter had been long", "although nobody had asked for it", "before the first train arrived",
-       "while the children were asleep", "after the rain had stopped at last", "without saying a word to anyone",
-       "so that it would not be lost again", "as if it were the most natural thing", "until the lamps were lit",
-       "when the bells rang for noon", "in spite of the wind", "for reasons that were never explained")
+# In `who` to `why`, the parts of sentences; in the languages' lists, whole ones.
+PHRASES = json.loads(Path(__file__).with_name("phrases.json").read_text(encoding="utf-8"))
 
-GERMAN = ("Der Zug nach Norden hatte an diesem Morgen fast eine Stunde Verspätung.",
-          "Niemand wusste, warum die Fenster des alten Hauses offen standen.",
-          "Sie kaufte zwei Brötchen und setzte sich auf die Bank neben dem Brunnen.",
-          "Im Garten blühten die Rosen, obwohl es schon spät im Herbst war.",
-          "Der Lehrer erklärte die Aufgabe noch einmal, diesmal etwas langsamer.",
-          "Wir haben den ganzen Abend über das Buch gesprochen, das er geschrieben hat.",
-          "Am nächsten Tag regnete es so stark, dass der Weg nicht mehr zu sehen war.")
-SPANISH = ("El tren hacia el norte llegó aquella mañana con casi una hora de retraso.",
-           "Nadie sabía por qué estaban abiertas las ventanas de la casa vieja.",
-           "Compró dos panecillos y se sentó en el banco que hay junto a la fuente.",
-           "En el jardín florecían las rosas, aunque ya era muy tarde en el otoño.",
-           "El maestro explicó otra vez el ejercicio, esta vez un poco más despacio.",
-           "Pasamos toda la noche hablando del libro que él había escrito en verano.",
-           "Al día siguiente llovió tanto que ya no se podía ver el camino.")
-JAPANESE = ("北へ行く電車はその朝ほとんど一時間遅れて到着しました。", "古い家の窓がなぜ開いていたのか、誰も知りませんでした。",
-            "彼女はパンを二つ買って、噴水のそばのベンチに座りました。", "もう秋も遅いのに、庭ではまだ薔薇が咲いていました。",
-            "先生はもう一度、今度は少しゆっくりと問題を説明しました。", "私たちは彼が書いた本について一晩中話しました。",
-            "次の日は雨がとても強くて、道が見えなくなりました。")
+STATUS = {"not_found": "404 Not Found", "redirect": "302 Found"}
+MEDIA = {"image": "image/png", "pdf": "application/pdf", "no_type": None,
+         "utf8_as_latin1": "text/html; charset=iso-8859-1"}
+MAGIC = {"image": b"\x89PNG\r\n\x1a\n", "pdf": b"%PDF-1.4\n"}
 
 
 def story(draw, sentences=60):
     """English prose of our own, as a list of sentences that no other page has in this order."""
-    return [f"{draw.choice(WHO).capitalize()} {draw.choice(DID)} {draw.choice(WHAT)} {draw.choice(WHERE)} "
-            f"{draw.choice(WHY)}." for _ in range(sentences)]
+    return [" ".join(draw.choice(PHRASES[part]) for part in ("who", "did", "what", "where", "why")).capitalize() + "."
+            for _ in range(sentences)]
 
 
 def page_of(title, sentences):
@@ -180,27 +143,18 @@ def planted():
     for kind, (count, _, _) in PLANTED.items():
         for number in range(count):
             draw = random.Random(f"{kind} {number}")
-            status, media, charset, body = "200 OK", "text/html; charset=utf-8", "utf-8", b""
             title, sentences = f"{kind} {number}", story(draw)
-            html = None
-            if kind == "not_found":
-                status = "404 Not Found"
-            elif kind == "redirect":
-                status = "302 Found"
-            elif kind in ("image", "pdf"):
-                media = {"image": "image/png", "pdf": "application/pdf"}[kind]
-                body = {"image": b"\x89PNG\r\n\x1a\n", "pdf": b"%PDF-1.4\n"}[kind] + draw.randbytes(2000)
-            elif kind == "no_type":
-                media = None
+            body = html = None
+            if kind in MAGIC:
+                body = MAGIC[kind] + draw.randbytes(2000)
             elif kind == "undecodable":
                 body = b"<html><body>" + draw.randbytes(3000).replace(b"<", b"\xff") + b"\xff\xfe</body></html>"
             elif kind == "script_only":
                 html = f"<html><head><script>n = {number};</script></head><body><script>go(n)</script></body></html>"
             elif kind == "boilerplate":
-                html = page_of(title, ["Home", "Products", "About us", "Contact", f"Copyright 20{number:02d}"])
-            elif kind in ("german", "spanish", "japanese"):
-                sentences = {"german": GERMAN, "spanish": SPANISH, "japanese": JAPANESE}[kind]
-                sentences = draw.choices(sentences, k=30)
+                sentences = ["Home", "Products", "About us", "Contact", f"Copyright 20{number:02d}"]
+            elif kind in PHRASES:
+                sentences = draw.choices(PHRASES[kind], k=30)
             elif kind == "gibberish":
                 sentences = ["".join(draw.choices("bcdfghjklmnpqrstvwxz", k=draw.randint(4, 11))) for _ in range(300)]
             elif kind == "ruler":
@@ -211,23 +165,22 @@ def planted():
             elif kind == "prose":
                 prose.append(page_of(title, sentences))
             elif kind == "exact_copy":
-                html = prose[number % len(prose)]
+                html = prose[number]
             elif kind == "near_copy":
                 # Another last sentence: 13 of some 1000 word 5-grams differ, so the resemblance is about 0.97.
-                html = prose[number % len(prose)]
+                html = prose[number]
                 end = html.rindex(". ") + 2
                 html = html[:end] + story(draw, 1)[0] + html[html.index("</p>", end):]
             elif kind == "latin1_as_utf8":
                 sentences = [sentence.replace("notebook", "café notebook") for sentence in sentences] + ["Là, Zoë?"]
-                charset = "cp1252"
+                body = page_of(title, sentences).encode("cp1252")
             elif kind == "utf8_as_latin1":
-                sentences = sentences + ["The café “Zoë” is over there — voilà."]
-                media = "text/html; charset=iso-8859-1"
+                sentences.append("The café “Zoë” is over there — voilà.")
             elif kind == "controls":
                 sentences = [sentence.replace(" ", " \u202e\u200b", 1).replace(".", "\u202c.\u00ad&#0;\x00")
                              for sentence in sentences]
-            body = body or (html or page_of(title, sentences)).encode(charset)
-            yield kind, number, status, media, body
+            body = body or (html or page_of(title, sentences)).encode("utf-8")
+            yield kind, number, STATUS.get(kind, "200 OK"), MEDIA.get(kind, "text/html; charset=utf-8"), body
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -258,8 +211,7 @@ def exchange(url, status, media, body):
 def damaged_members():
     """Records that are lost, and must cost nothing but themselves: (bytes as they stand in the file)."""
     _, response = exchange(f"http://{PLANTED_HOST}/bad_length/0", "200 OK", "text/html", b"<p>The length is wrong.</p>")
-    short = response.replace(b"\r\nContent-Length: ", b"\r\nContent-Length: x", 1)
-    yield member(short)
+    yield member(response.replace(b"\r\nContent-Length: ", b"\r\nContent-Length: x", 1))
     _, response = exchange(f"http://{PLANTED_HOST}/bad_gzip/0", "200 OK", "text/html", b"<p>A bit has flipped.</p>")
     broken = bytearray(member(response))
     broken[len(broken) // 2] ^= 0x40
@@ -268,37 +220,30 @@ def damaged_members():
 
 def write_archive(path, pages):
     """The .warc.gz: real pages in their order, with the planted ones spread evenly between them."""
-    noise = [[member(part) for part in exchange(f"http://{PLANTED_HOST}/{kind}/{number}", status, media, body)]
+    noise = [b"".join(map(member, exchange(f"http://{PLANTED_HOST}/{kind}/{number}", status, media, body)))
              for kind, number, status, media, body in planted()]
-    noise += [[damage] for damage in damaged_members()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(path.name + ".tmp"), "wb") as file:
-        info = b"software: teardown prepare_data.py\r\nformat: WARC File Format 1.0\r\n"
-        file.write(member(record("warcinfo", "", info, "application/warc-fields")))
-        done = 0
-        for number, (module, html) in enumerate(pages.items()):
-            url = f"http://{PAGES_HOST}/{module}.html"
-            for part in exchange(url, "200 OK", "text/html; charset=utf-8", html.encode("utf-8")):
-                file.write(member(part))
-            due = (number + 1) * len(noise) // len(pages)
-            for parts in noise[done:due]:
-                file.writelines(parts)
-            done = due
-        publish(file, path)
+    noise += damaged_members()
+    info = b"software: teardown prepare_data.py\r\nformat: WARC File Format 1.0\r\n"
+    parts, done = [member(record("warcinfo", "", info, "application/warc-fields"))], 0
+    for number, (module, html) in enumerate(pages.items(), 1):
+        url = f"http://{PAGES_HOST}/{module}.html"
+        parts += map(member, exchange(url, "200 OK", "text/html; charset=utf-8", html.encode("utf-8")))
+        due = number * len(noise) // len(pages)
+        parts += noise[done:due]
+        done = due
+    write_atomic(path, b"".join(parts))
 
 
 def build_corpus(folder, limit, progress):
     """The path of the archive in `folder`, made anew unless the one that is there is whole and of the same making."""
     folder = Path(folder)
     archive, marker = folder / "pydoc.warc.gz", folder / "pydoc.json"
-    sources = [Path(__file__), Path(__file__).with_name("render.py")]
-    program = [sha256_file(source) for source in sources]
+    program = [sha256_file(Path(__file__).with_name(name)) for name in ("corpus.py", "phrases.json", "render.py")]
     made_by = hashlib.sha256(repr([sys.version, limit, program]).encode()).hexdigest()
     if marker.exists() and archive.exists():
         known = read_json(marker)
         if known["made_by"] == made_by and known["sha256"] == sha256_file(archive):
             return archive, known, False
-    marker.unlink(missing_ok=True)
     empty = folder / "empty"                                   # where the children run: nothing there to be found
     empty.mkdir(parents=True, exist_ok=True)
     pages, skipped = render_pages(empty, limit, progress)

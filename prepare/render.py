@@ -21,19 +21,20 @@ import sys
 import sysconfig
 import warnings
 
-# Never imported. Some act when imported (a browser opens, a poem is printed), some are test suites or vendored copies,
-# some are an application rather than a library.
+# Names and parts of names that are never imported. Some act when imported (a browser opens, a poem is printed), some
+# are test suites or vendored copies, some are an application rather than a library.
 SKIPPED = {
     "antigravity": "opens a web browser",
     "this": "prints a poem",
     "idlelib": "an application with a window",
     "turtledemo": "draws in a window",
-    "test": "the test suite",
     "__hello__": "prints when imported",
     "__phello__": "prints when imported",
-    "nt": "another platform's",
+    "__main__": "a command",
+    "_bundled": "a vendored copy",
+    "_vendor": "a vendored copy",
+    **dict.fromkeys(("test", "tests", "idle_test"), "a test suite"),
 }
-SKIPPED_PARTS = {"test", "tests", "idle_test", "__main__", "_bundled", "_vendor", "__phello__", "__hello__"}
 
 
 def list_modules():
@@ -52,20 +53,11 @@ def list_modules():
         if top in SKIPPED or top.startswith(("_test", "_xx", "xx")):
             yield top, SKIPPED.get(top, "for testing the interpreter")
             continue
-        try:
-            spec = importlib.util.find_spec(top)
-        except (ImportError, ValueError):
-            spec = None
-        if spec is None:
-            yield top, "not on this machine"
-            continue
-        yield top, None
-        if spec.submodule_search_locations:
-            for name in sorted(submodules(list(spec.submodule_search_locations), top + ".")):
-                if SKIPPED_PARTS.intersection(name.split(".")):
-                    yield name, "a test suite, a vendored copy or a command"
-                else:
-                    yield name, None
+        spec = importlib.util.find_spec(top)
+        yield top, None if spec else "not on this machine"
+        if spec and spec.submodule_search_locations:
+            for name in sorted(submodules(spec.submodule_search_locations, top + ".")):
+                yield name, next((SKIPPED[part] for part in name.split(".") if part in SKIPPED), None)
 
 
 def local_paths():
