@@ -5,12 +5,15 @@ The container is told by its first bytes, never by the file's name. A .warc.gz i
 that is lost on the way is counted in `losses`.
 """
 
+import re
 import zlib
 
 import zstandard
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 ZSTD_DICTIONARY = b"\x5d\x2a\x4d\x18"     # the skippable frame in which .warc.zst files may carry their dictionary
+# How a gzip member begins: magic, deflate, no reserved flag; what has been read may end (\Z) anywhere in it.
+MEMBER = re.compile(rb"\x1f(\Z|\x8b(\Z|\x08(\Z|[\x00-\x1f])))")
 CHUNK = 1 << 16
 # A kilobyte of zstd can stand for 32 MB (one repeated byte takes 4 bytes a 128 KB block), and its decompressor has no
 # limit on output. Feeding it little at a time bounds what one call can return.
@@ -23,7 +26,7 @@ def chunks(path, losses, max_decompressed):
 
     losses (a Counter) gains: truncated, bad_gzip, bad_zstd, zstd_dictionary, over_cap. Raises OSError.
     """
-    total = 0
+    left = max_decompressed
     with open(path, "rb") as file:
         magic = file.read(4)
         file.seek(0)
@@ -37,67 +40,51 @@ def chunks(path, losses, max_decompressed):
         else:
             source = iter(lambda: file.read(CHUNK), b"")
         for piece in source:
-            if total + len(piece) > max_decompressed:
+            if len(piece) > left:
                 losses["over_cap"] += 1
-                yield piece[:max_decompressed - total]
+                yield piece[:left]
                 return
-            total += len(piece)
+            left -= len(piece)
             yield piece
 
 
 def _gunzip(file, losses):
     """The members of a gzip file, one after the other, with zeros allowed between them as tapes leave them."""
-    raw = file.read(CHUNK)
-    healthy = True
-    while raw:
-        if healthy:                                    # at a member's start: skip padding, then expect the magic
-            raw = raw.lstrip(b"\0")
-        if len(raw) < 18:                              # a member is at least 18 bytes
-            raw += file.read(CHUNK)
-        if not raw.strip(b"\0"):
-            raw = file.read(CHUNK)
-            continue
-        if not raw.startswith(GZIP):
-            if healthy:
-                losses["bad_gzip"] += 1
-                healthy = False
-            raw = _next_member(raw, file, start=0)
-            continue
-        member = zlib.decompressobj(wbits=31)
-        tried = raw
+    raw, healthy = b"", True                           # not healthy: between damage and the next member that is sound
+    while True:
+        raw, passed = _next_member(raw, file)
+        if passed and healthy:
+            losses["bad_gzip"] += 1
+            healthy = False
+        if not raw:
+            return
+        member, tried = zlib.decompressobj(wbits=31), raw[1:]
         try:
             while not member.eof:
                 if not raw:
+                    tried = raw = file.read(CHUNK)
+                if not raw:
                     losses["truncated"] = 1            # the file ends inside a member
                     return
-                piece = member.decompress(raw, PIECE)
+                yield member.decompress(raw, PIECE)
                 raw = member.unconsumed_tail
-                yield piece
-                if not raw and not member.eof:
-                    tried = raw = file.read(CHUNK)
-            raw = member.unused_data or file.read(CHUNK)
-            healthy = True
+            raw, healthy = member.unused_data, True
         except zlib.error:                             # damaged data or a wrong checksum
             if healthy:
                 losses["bad_gzip"] += 1
-                healthy = False
-            raw = _next_member(tried, file, start=1)
+            raw, healthy = tried, False
             yield b"\r\n\r\n"                        # so that the next record begins on a line of its own
 
 
-def _next_member(raw, file, start):
-    """`raw` from the next place on that looks like a gzip member (magic, deflate, no reserved flag); b"" at the end."""
-    while True:
-        at = raw.find(b"\x1f\x8b\x08", start)
-        if at >= 0 and len(raw) > at + 3:
-            if raw[at + 3] < 0x20:
-                return raw[at:]
-            start = at + 1
-            continue
-        more = file.read(CHUNK)
-        if not more:
-            return b""
-        raw, start = (raw[at:] if at >= 0 else raw[-2:]) + more, 0
+def _next_member(raw, file):
+    """(`raw` and what follows in the file, from the next member on, or b"" at the end; what was passed, zeros apart)."""
+    passed = b""
+    while not (head := MEMBER.search(raw)):
+        passed = passed or raw.strip(b"\0")
+        raw = file.read(CHUNK)
+        if not raw:
+            return b"", passed
+    return raw[head.start():], passed or raw[:head.start()].strip(b"\0")
 
 
 def _unzstd(file, losses):
@@ -149,12 +136,8 @@ class Window:
     def line(self, limit):
         """The next line with its line end, cut at `limit` bytes; b"" at the end of the stream."""
         searched = 0
-        while True:
-            end = self.buffer.find(b"\n", searched)
-            if 0 <= end < limit:
-                return self.take(end + 1)
-            if len(self.buffer) >= limit:
-                return self.take(limit)
+        while (end := self.buffer.find(b"\n", searched, limit)) < 0 and len(self.buffer) < limit:
             searched = len(self.buffer)
             if self.fill(searched + 1) == searched:
-                return self.take(searched)
+                break
+        return self.take(end + 1 if end >= 0 else limit)

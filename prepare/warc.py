@@ -1,8 +1,8 @@
 """The archive reader: WARC and WET (ISO 28500), JSON lines and plain text files, to a stream of pages.
 
 A page is a dict: url, id, date, kind ("html" or "text"), body (bytes) or text (str), and for WARC responses status,
-content_type, charset and encoding. A record that cannot become a page comes as a page with a `drop` reason, so that
-the audit counts it like any other.
+content_type and charset. A record that cannot become a page comes as a page with a `drop` reason, so that the audit
+counts it like any other.
 
 Archives found in the wild are damaged in every way. The rule is to honour the declared length, to notice when it was
 wrong, to go on at the next record, and to count what was lost in `losses`.
@@ -23,6 +23,7 @@ WARC_NAMES = (".warc", ".wet", ".wat", ".arc")
 JSONL_NAMES = (".jsonl", ".ndjson", ".json")
 TEXT_NAMES = (".txt", ".text", ".md", ".rst")
 HTTP_HEAD_LIMIT = 1 << 20
+STATUS_LINE = re.compile(rb"HTTP/\S*\s+([0-9]{3})\b", re.IGNORECASE)
 BLANK_LINE = re.compile(rb"\r?\n\r?\n")
 CHUNK_HEAD = re.compile(rb"(?:\r?\n)?([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\n]*)?\r?\n")
 NEXT_RECORD = re.compile(rb"\r?\n(?=WARC/[01]\.\d+[ \t]*\r?\n[A-Za-z-]+:)")
@@ -127,10 +128,7 @@ def read_headers(window):
             return None
         if not line.strip():
             return headers
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError:
-            text = line.decode("latin-1")
+        text = line.decode("utf-8", "replace")
         if text[0] in " \t" and name:                                   # continuation of the line before
             headers[name] += " " + text.strip()
             continue
@@ -144,14 +142,14 @@ def skip_to_record(window):
     """Move to just before the next line that begins a record; the number of bytes passed."""
     passed = 0
     while True:
-        ready = window.fill(len(window.buffer) + 1)
-        found = NEXT_RECORD.search(window.buffer)
-        if found:
+        before = len(window.buffer)
+        ended = window.fill(before + 1) == before
+        if found := NEXT_RECORD.search(window.buffer):
             return passed + len(window.take(found.end()))
-        keep = 256                                                      # the mark itself may be cut by the buffer's end
+        keep = 0 if ended else 256                                      # the mark itself may be cut by the buffer's end
         passed += len(window.take(max(0, len(window.buffer) - keep)))
-        if window.fill(ready + 1) <= keep and window.fill(keep + 1) <= keep:
-            return passed + len(window.take(keep))
+        if ended:
+            return passed
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -162,45 +160,38 @@ def http_response(block):
     # The header block ends at the first blank line, with either line end.
     end = BLANK_LINE.search(block, 0, HTTP_HEAD_LIMIT)
     head, body = (block[:end.start()], block[end.end():]) if end else (block[:HTTP_HEAD_LIMIT], b"")
-    lines = head.decode("latin-1").splitlines()
-    words = lines[0].split() if lines else []
-    if len(words) < 2 or not words[0].upper().startswith("HTTP/") or not words[1].isdigit():
+    status = STATUS_LINE.match(head)
+    if not status:
         return {"drop": "bad_http", "body": body}
     headers = {}
-    for line in lines[1:]:
+    for line in head.decode("latin-1").splitlines()[1:]:
         name, colon, value = line.partition(":")
         if colon:                                                       # lines without one occur, and mean nothing
             headers.setdefault(name.strip().lower(), value.strip())
-    page = {"status": int(words[1]), "content_type": "", "charset": "", "body": body}
     media, _, parameters = headers.get("content-type", "").partition(";")
-    page["content_type"] = media.strip(" \"'").lower()
+    media = media.strip(" \"'").lower()
     charset = re.search(r"charset\s*=\s*[\"']?([^\s\"';,]+)", parameters, re.IGNORECASE)
-    page["charset"] = charset.group(1) if charset else ""
-    page["kind"] = "text" if page["content_type"] == "text/plain" else "html"
     if "chunked" in headers.get("transfer-encoding", "").lower():
-        page["body"] = body = unchunk(body)
-    return page | unpack(body, headers.get("content-encoding", "").lower())
+        body = unchunk(body)
+    return {"status": int(status.group(1)), "content_type": media, "charset": charset.group(1) if charset else "",
+            "kind": "text" if media == "text/plain" else "html", "body": body,
+            **unpack(body, headers.get("content-encoding", "").strip().lower())}
 
 
 def unchunk(body):
     """The body without its chunk lengths; as it is where it is not really chunked (crawlers often have undone it)."""
     whole, at = bytearray(), 0
-    while True:
-        head = CHUNK_HEAD.match(body, at)
-        if not head:
-            return bytes(whole) + body[at:].strip(b"\r\n")            # not chunked, or no longer: better kept than lost
+    while head := CHUNK_HEAD.match(body, at):
         size = int(head.group(1), 16)
-        if size == 0:
-            return bytes(whole)
-        whole += body[head.end():head.end() + size]
         at = head.end() + size
-        if at >= len(body):
+        whole += body[head.end():at]
+        if size == 0 or at >= len(body):
             return bytes(whole)
+    return bytes(whole) + body[at:].strip(b"\r\n")                    # not chunked, or no longer: better kept than lost
 
 
 def unpack(body, encoding):
     """{"body": ...} decompressed as `encoding` says, or {"drop": reason}. The header lies often: believe the bytes."""
-    encoding = encoding.strip()
     if body.startswith(GZIP) and (not encoding or "gzip" in encoding):
         attempts = (31,)
     elif encoding == "deflate":
@@ -247,7 +238,7 @@ def json_page(line):
         item = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
         return {"drop": "json_not_utf8"}
-    except (json.JSONDecodeError, RecursionError, ValueError):     # ValueError: an integer of thousands of digits
+    except (RecursionError, ValueError):              # bad JSON, very deep JSON, an integer of thousands of digits
         return {"drop": "json_syntax"}
     if not isinstance(item, dict):
         return {"drop": "json_not_an_object"}

@@ -86,6 +86,27 @@ def test_a_damaged_gzip_member_costs_its_record_only(tmp_path, where):
     assert urls(pages) == ["1", "3"] and losses["bad_gzip"] == 1
 
 
+@pytest.mark.parametrize("gap", [b"", b"\0" * 200_000, b"junk" * 40_000], ids=["none", "zeros", "junk"])
+@pytest.mark.parametrize("shift", range(5))
+def test_the_head_of_a_gzip_member_may_lie_across_the_edge_of_a_read(tmp_path, shift, gap):
+    import random
+    first = members([response(random.Random(0).randbytes(70_000), "http://a.example/1")])
+    gap += b"\0" * (-len(first + gap) % 65_536 + 65_536 - shift)
+    pages, losses = read_bytes(tmp_path, first + gap + members([response(html("two"), "http://a.example/2")]), "x.warc.gz")
+    assert urls(pages) == ["1", "2"] and losses["bad_gzip"] == (b"junk" in gap)
+
+
+def test_a_member_that_begins_right_behind_another_at_the_edge_of_a_read(tmp_path):
+    def first(size):
+        return gzip.compress(record("metadata", b"x" * size), compresslevel=0, mtime=0)
+    second = members([response(html("two"), "http://a.example/2")])
+    for shift in range(5):
+        size = 65_536 - shift - len(first(65_000)) + 65_000
+        assert len(first(size)) == 65_536 - shift
+        pages, losses = read_bytes(tmp_path, first(size) + second, "x.warc.gz")
+        assert urls(pages) == ["2"] and losses == {"records": 2, "other_records": 1}
+
+
 def test_what_was_unpacked_before_the_damage_does_not_spoil_the_next_record(tmp_path):
     import random
     records = three(response(random.Random(0).randbytes(3_000_000), "http://a.example/2"))
@@ -256,7 +277,8 @@ def test_d19_content_types(tmp_path, header, media, charset):
 
 
 def test_nonsense_instead_of_http(tmp_path):
-    for block in (b"", b"\r\n\r\n", b"garbage", b"HTTP/1.1 abc\r\n\r\nx", bytes(range(256))):
+    for block in (b"", b"\r\n\r\n", b"garbage", b"HTTP/1.1 abc\r\n\r\nx", bytes(range(256)),
+                  b"HTTP/1.1 \xb2 OK\r\n\r\nx", b"HTTP/1.1 " + b"9" * 5000 + b"\r\n\r\nx"):
         (page,), _ = read_bytes(tmp_path, record("response", block))
         assert page["drop"] == "bad_http"
 
