@@ -22,7 +22,7 @@ import numpy as np
 import zstandard
 
 from configurator import refuse
-from engine.files import fsync_folder, read_json, write_json
+from engine.files import fsync_folder, read_json, write_atomic, write_json
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -30,12 +30,11 @@ from engine.files import fsync_folder, read_json, write_json
 
 def read_documents(data_dir, split):
     """Yield the documents (dicts with url, text, length, language, split, ...) of "train" or "val", in order."""
-    folder = Path(data_dir) / "docs"
-    if not (Path(data_dir) / "audit.json").exists():
-        refuse(f"there are no finished documents in {folder} ({Path(data_dir) / 'audit.json'} is missing); "
+    audit = Path(data_dir) / "audit.json"
+    if not audit.exists():
+        refuse(f"there are no finished documents in {data_dir}/docs ({audit} is missing); "
                "make them with prepare_data.py and the same config files")
-    audit = read_json(Path(data_dir) / "audit.json")
-    for entry in audit["documents"]:
+    for entry in read_json(audit)["documents"]:
         if entry["split"] == split:
             yield from read_jsonl_zst(Path(data_dir) / entry["file"])
 
@@ -58,8 +57,6 @@ def read_jsonl_zst(path):
 
 def dtype_for(vocab_size):
     """The smallest type that holds every id below vocab_size."""
-    if not 0 < vocab_size <= 1 << 32:
-        refuse(f"a vocabulary of {vocab_size} does not fit 32-bit ids")
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
@@ -94,9 +91,8 @@ class ShardWriter:
                 path = self.folder / f"{self.split}_{len(self.files):05d}.bin.tmp"
                 self.current, self.room, self.digest = open(path, "wb"), self.shard_tokens, hashlib.sha256()
             part, ids = ids[:self.room], ids[self.room:]
-            data = part.tobytes()
-            self.current.write(data)
-            self.digest.update(data)
+            self.current.write(part)
+            self.digest.update(part)
             self.room -= len(part)
             if self.room == 0:
                 self._finish_file()
@@ -113,9 +109,7 @@ class ShardWriter:
             self._finish_file()
         name = f"{self.split}_offsets.bin"
         data = np.array(self.offsets, dtype="<u8").tobytes()
-        with open(self.folder / (name + ".tmp"), "wb") as file:
-            file.write(data)
-            publish(file, self.folder / name)
+        write_atomic(self.folder / name, data)
         return {"n_tokens": self.offsets[-1], "n_docs": len(self.offsets) - 1, "files": self.files,
                 "offsets": {"name": name, "sha256": hashlib.sha256(data).hexdigest()}}
 
@@ -135,8 +129,8 @@ def write_index(folder, tokenizer, splits, **origin):
     splits: {"train": what ShardWriter.close gave, ...}; origin: more entries, which say what the shards were made from.
     """
     write_json(Path(folder) / "index.json", {
-        "dtype": "uint16" if dtype_for(tokenizer.vocab_size) == np.dtype("<u2") else "uint32",
-        "byte_order": "little", "vocab_size": tokenizer.vocab_size, "tokenizer_hash": tokenizer.hash,
+        "dtype": dtype_for(tokenizer.vocab_size).name, "byte_order": "little",
+        "vocab_size": tokenizer.vocab_size, "tokenizer_hash": tokenizer.hash,
         "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, **origin, "splits": splits,
     })
 
@@ -151,7 +145,7 @@ class TokenData:
     """
 
     def __init__(self, folder, split, tokenizer_hash=None, rebuild="python prepare_data.py"):
-        self.folder, self.split = Path(folder), split
+        self.folder = Path(folder)
         if not (self.folder / "index.json").exists():
             refuse(f"there are no token shards in {self.folder} (no index.json). Make them with\n    {rebuild}")
         self.index = read_json(self.folder / "index.json")
@@ -165,7 +159,7 @@ class TokenData:
                    f"more input, and run\n    {rebuild}")
         self.n_tokens, self.n_docs = entry["n_tokens"], entry["n_docs"]
         self.bos_id, self.eos_id = self.index["bos_id"], self.index["eos_id"]
-        dtype = np.dtype({"uint16": "<u2", "uint32": "<u4"}[self.index["dtype"]])
+        dtype = np.dtype(self.index["dtype"]).newbyteorder("<")
         self.files = [self._map(file["name"], dtype, file["tokens"], rebuild) for file in entry["files"]]
         self.starts = np.cumsum([0] + [len(file) for file in self.files])
         self.offsets = self._map(entry["offsets"]["name"], np.dtype("<u8"), self.n_docs + 1, rebuild)
@@ -183,36 +177,21 @@ class TokenData:
 
     def read(self, start, count):
         """(count,) int64: the tokens from position `start` on; fewer at the end of the data."""
-        count = min(count, self.n_tokens - start)
-        result = np.empty(max(count, 0), dtype=np.int64)
-        done = 0
-        while done < count:
-            number = int(np.searchsorted(self.starts, start + done, side="right")) - 1
-            part = self.files[number][start + done - self.starts[number]:][:count - done]
-            result[done:done + len(part)] = part
-            done += len(part)
-        return result
-
-    def check(self):
-        """Problems found by comparing every file with its checksum. Reads everything: not for each start."""
-        entry = self.index["splits"][self.split]
-        problems = []
-        for file in [*entry["files"], entry["offsets"]]:
-            with open(self.folder / file["name"], "rb") as handle:
-                if hashlib.file_digest(handle, "sha256").hexdigest() != file["sha256"]:
-                    problems.append(f"{self.folder / file['name']} does not have the checksum in index.json")
-        return problems
+        end = min(start + count, self.n_tokens)
+        first, last = np.searchsorted(self.starts, start, side="right") - 1, np.searchsorted(self.starts, end)
+        parts = [self.files[number][max(0, start - self.starts[number]):end - self.starts[number]]
+                 for number in range(first, last)]
+        return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Order
 
 def mix64(x):
-    """splitmix64's finaliser: uint64 -> uint64, every input bit moves every output bit. Arrays or numpy scalars."""
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
+    """splitmix64's finaliser: array of uint64 -> the same, every input bit moves every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 ROUNDS = 6
@@ -259,8 +238,6 @@ def step_blocks(step, blocks_per_step, n_blocks, seed):
     Steps cut an endless stream of epochs, each a permutation of all blocks of its own: every block comes once an epoch,
     a step may lie across the edge of two, and nothing but the step's number is needed to find the place again.
     """
-    if n_blocks < 1:
-        raise ValueError("step_blocks: there is no block to read")
     place = step * blocks_per_step + np.arange(blocks_per_step, dtype=np.int64)
     epoch, within = place // n_blocks, place % n_blocks
     result = np.empty(blocks_per_step, dtype=np.int64)
