@@ -29,6 +29,7 @@ A second call finds that it is done, or does it again when the documents or the 
 """
 
 import heapq
+import itertools
 import os
 import re
 import sys
@@ -56,7 +57,7 @@ workers = 0                 # processes that count pieces; 0: one for each core
 # ---------------------------------------------------------------------------------------------------------------------
 # Counting pieces
 
-BATCH_CHARS = 2_000_000     # what a worker is given at a time: enough that sending it costs little, small in memory
+BATCH = 100                 # documents that a worker is given at a time: sending them costs little, and little memory
 
 
 def count_pieces(documents, pattern):
@@ -72,26 +73,14 @@ def count_pieces(documents, pattern):
     return counts
 
 
-def batches(documents):
-    """Lists of documents with about BATCH_CHARS characters together."""
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
-        if size >= BATCH_CHARS:
-            yield batch
-            batch, size = [], 0
-    yield batch
-
-
 def count_in_parallel(documents, pattern, workers):
     """count_pieces() by several processes; sums do not care who counted what."""
     if workers == 1:
         return count_pieces(documents, pattern)
-    counts, running = Counter(), deque()
+    documents, counts, running = iter(documents), Counter(), deque()
     try:
         with ProcessPoolExecutor(workers) as pool:
-            for batch in batches(documents):
+            while batch := list(itertools.islice(documents, BATCH)):
                 running.append(pool.submit(count_pieces, batch, pattern))
                 if len(running) > 2 * workers:                  # so that no more than this waits in memory
                     counts.update(running.popleft().result())
@@ -110,11 +99,13 @@ BYTE_ID = {byte: id for id, byte in enumerate(BYTE_ORDER)}
 
 def join(ids, pair, new_id):
     """Puts new_id in the place of each occurrence of the pair, in place, from the left."""
-    i = 0
-    while i < len(ids) - 1:
-        if ids[i] == pair[0] and ids[i + 1] == pair[1]:
-            ids[i:i + 2] = [new_id]
-        i += 1
+    joined = []
+    for id in ids:
+        if joined and (joined[-1], id) == pair:
+            joined[-1] = new_id
+        else:
+            joined.append(id)
+    ids[:] = joined
 
 
 def train(words, n_merges, min_frequency=1, progress=lambda: None):

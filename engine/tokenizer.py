@@ -9,8 +9,7 @@ A tokenizer is four things, and nothing else decides an id:
     specials    names such as <|bos|> with ids behind the ranks; text never turns into one of them
 
 Encoding a piece: start from its single bytes, and as long as some neighbouring pair joins into a token, join the pair
-of lowest rank. `encode_by_hand` says that in ten lines; tiktoken does the same at 18 MB/s and is the engine for all
-real work.
+of lowest rank. tiktoken does that, at 18 MB/s; tests/test_tokenizer.py has it by hand, in ten lines.
 
 `hash` is a sha256 over those contents. It is written beside every shard and checkpoint, so that ids are never read
 with another tokenizer than the one they were made with.
@@ -46,20 +45,13 @@ PATTERNS = {
 LONG_WHITESPACE = 100_000
 
 
-def _byte_alphabet():
-    """
-    The one printable character that stands for each byte in tokenizer.json, GPT-2's invention: bytes that print stand
-    for themselves, the other 68 are moved to U+0100 and up. -> list of 256 characters, indexed by the byte.
-    """
-    printing = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    moved = [byte for byte in range(256) if byte not in printing]
-    place = {byte: byte for byte in printing} | {byte: 0x100 + i for i, byte in enumerate(moved)}
-    return [chr(place[byte]) for byte in range(256)]
-
-
-BYTE_TO_CHAR = _byte_alphabet()
-CHAR_TO_BYTE = {char: byte for byte, char in enumerate(BYTE_TO_CHAR)}
-BYTE_ORDER = sorted(range(256), key=BYTE_TO_CHAR.__getitem__)      # id -> byte, for the first 256 ids
+# The one printable character that stands for each byte in tokenizer.json, GPT-2's invention: bytes that print stand for
+# themselves, the other 68 are moved to U+0100 and up. The first 256 ids are the bytes in the order of these characters.
+PRINTING = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+MOVED = [byte for byte in range(256) if byte not in PRINTING]
+BYTE_ORDER = PRINTING + MOVED                                      # id -> byte
+BYTE_TO_CHAR = {byte: chr(byte) for byte in PRINTING} | {byte: chr(0x100 + i) for i, byte in enumerate(MOVED)}
+CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
 
 # The layout of engine/chat.py, in the language in which Hugging Face stores such things.
 CHAT_TEMPLATE = (
@@ -69,6 +61,10 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
+
+
+# Where a pattern finds all of this, it passes over nothing.
+SAMPLE = "".join(chr(i) + " a1" + chr(i) * 2 + "\n" for i in range(0x400))
 
 
 def bytes_to_chars(token):
@@ -144,23 +140,6 @@ class Tokenizer:
         """encode() of each. One after the other: threads gained nothing, whoever has cores uses processes."""
         return [self.encode(text) for text in texts]
 
-    def encode_by_hand(self, text):
-        """The same ids as encode(), by the algorithm in the open. For reading and for tests; a hundred times slower."""
-        rank_of = self.engine._mergeable_ranks
-        ids = []
-        for piece in regex.findall(self.pattern, valid_unicode(text)):
-            piece = piece.encode()
-            parts = [piece[i:i + 1] for i in range(len(piece))]
-            while len(parts) > 1:
-                joined = [rank_of.get(left + right, len(rank_of)) for left, right in zip(parts, parts[1:])]
-                lowest = min(joined)
-                if lowest == len(rank_of):
-                    break
-                i = joined.index(lowest)                       # the leftmost one when the pair occurs twice
-                parts[i:i + 2] = [parts[i] + parts[i + 1]]
-            ids.extend(rank_of[part] for part in parts)
-        return ids
-
     # ---- ids to text
 
     def decode_bytes(self, ids, skip_special=True):
@@ -216,10 +195,7 @@ class Tokenizer:
             "version": "1.0", "truncation": None, "padding": None,
             "added_tokens": [{"id": id, "content": name, **flags} for name, id in specials],
             "normalizer": None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated", "invert": False},
-                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-            ]},
+            "pre_tokenizer": _pre_tokenizer(self.pattern),
             "post_processor": None,
             "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
             "model": {
@@ -234,12 +210,19 @@ class Tokenizer:
         }
 
 
+def _pre_tokenizer(pattern):
+    return {"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    ]}
+
+
 def _from_json(file):
     """Hugging Face's tokenizer.json, when it is a byte-level BPE that we can reproduce exactly."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         model, vocab, added = data["model"], data["model"]["vocab"], data.get("added_tokens", [])
-        pattern = _pattern_of(data["pre_tokenizer"])
+        pattern = data["pre_tokenizer"].get("pretokenizers", [{}])[0].get("pattern", {}).get("Regex", "")
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
         made = [vocab[left + right] for left, right in pairs]
         ids = sorted([*vocab.values(), *(token["id"] for token in added)])
@@ -249,9 +232,11 @@ def _from_json(file):
             "text is normalised first, so decode(encode(text)) is not the text": data.get("normalizer"),
             "the model has unknown tokens, affixes, dropout or byte_fallback": any(model.get(key) for key in (
                 "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")),
-            "the pre_tokenizer is not Split(Regex, Isolated) and ByteLevel without prefix space": not pattern,
+            "the pre_tokenizer is not Split(Regex, Isolated) and ByteLevel without prefix space":
+                data["pre_tokenizer"] != _pre_tokenizer(pattern),
             "the pattern has a possessive count, like {1,3}+, which engines read differently":
-                re.search(r"\{\d*,?\d*\}\+", pattern or ""),
+                re.search(r"\{\d*,?\d*\}\+", pattern),
+            "the pattern passes over some characters, which would be lost": regex.sub(pattern, "", SAMPLE),
             "there are added tokens that are matched in ordinary text": not all(token["special"] for token in added),
             "two tokens have one id": len(set(ids)) < len(ids),
             "the vocabulary's ids are not 0, 1, 2, ... without a gap": max(vocab.values()) >= len(vocab),
@@ -261,7 +246,7 @@ def _from_json(file):
         }
         merges = [(vocab[left], vocab[right]) for left, right in pairs]
         specials = {token["content"]: token["id"] for token in added}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, regex.error) as error:
         refuse(f"{file} is not the whole tokenizer.json of a byte-level BPE ({type(error).__name__}: {error}).")
     if wrong := [reason for reason, holds in reasons.items() if holds]:
         refuse(*(f"{file}: {reason}. Its tokens could not be reproduced exactly." for reason in wrong))
@@ -270,17 +255,6 @@ def _from_json(file):
     roles = {role: config.get(f"{role}_token", f"<|{role}|>") for role in ("bos", "eos", "pad")}
     roles = {role: name["content"] if isinstance(name, dict) else name for role, name in roles.items()}
     return Tokenizer(ranks, pattern, specials, merges, roles)
-
-
-def _pattern_of(pre_tokenizer):
-    """The regular expression of a pre_tokenizer, or None where it does anything else than cut and map bytes."""
-    *first, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    if last["type"] != "ByteLevel" or last["add_prefix_space"]:
-        return None
-    if last.get("use_regex", True):                            # ByteLevel cuts by itself, as GPT-2 did
-        return None if first else PATTERNS["gpt2"]
-    plain = [(step["type"], step["behavior"], step["invert"]) for step in first] == [("Split", "Isolated", False)]
-    return first[0]["pattern"].get("Regex") if plain else None
 
 
 def _from_rank_file(path):
@@ -292,15 +266,24 @@ def _from_rank_file(path):
     if pattern is None:
         refuse(f"{path}: a rank file does not say how text is cut; known by their names are gpt2 and cl100k.")
     try:
-        lines = [line.split() for line in path.read_text(encoding="utf-8").split("\n") if line]
-        if path.suffix == ".bpe":
-            ranks = [bytes([byte]) for byte in BYTE_ORDER]
-            ranks += [chars_to_bytes(left + right) for left, right in lines if left != "#version:"]
-        else:
-            ranks = [base64.b64decode(token, validate=True) for token, _ in lines]
-            if [int(rank) for _, rank in lines] != list(range(len(lines))):
-                raise ValueError("the ranks are not 0, 1, 2, ...")
-    except (OSError, ValueError, LookupError) as error:
-        refuse(f"{path} cannot be read as a list of ranks ({type(error).__name__}: {error}).")
-    return Tokenizer(ranks, PATTERNS[pattern], {"<|endoftext|>": len(ranks)},
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        refuse(f"{path} cannot be read: {error.strerror}.")
+    merges = path.suffix == ".bpe"
+    ranks = {bytes([byte]): id for id, byte in enumerate(BYTE_ORDER)} if merges else {}
+    for number, line in enumerate(lines, 1):
+        if line.startswith("#version:"):
+            continue
+        try:
+            first, second = line.split()
+            token = chars_to_bytes(first + second) if merges else base64.b64decode(first, validate=True)
+            if token in ranks or not merges and int(second) != len(ranks):
+                raise ValueError
+        except (ValueError, KeyError):
+            refuse(f"{path}, line {number}: found {line!r}, expected a token that no line before has, as "
+                   + ("two parts." if merges else "base64 and its rank: 0, 1, 2, ... from the first line on."))
+        ranks[token] = len(ranks)
+    if sum(len(token) == 1 for token in ranks) < 256:
+        refuse(f"{path}: not all of the 256 bytes are tokens, so there is text that it could not encode.")
+    return Tokenizer(list(ranks), PATTERNS[pattern], {"<|endoftext|>": len(ranks)},
                      roles={"bos": None, "eos": "<|endoftext|>", "pad": None})

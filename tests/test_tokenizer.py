@@ -19,7 +19,7 @@ import zstandard
 import train_tokenizer
 from configurator import configure
 from engine.files import write_json
-from engine.tokenizer import BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer, bytes_to_chars
+from engine.tokenizer import BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer, bytes_to_chars, valid_unicode
 from train_tokenizer import BYTE_ID, count_in_parallel, count_pieces, join, train
 
 TOPICS = [text for _, text in sorted(pydoc_data.topics.topics.items())]
@@ -61,6 +61,24 @@ def train_slowly(words, n_merges, min_frequency=1):
             join(ids, best, 256 + len(merges))
         merges.append(best)
     return merges
+
+
+def encode_by_hand(tokenizer, text):
+    """The ids that encode() gives, by the algorithm: join the neighbours that make the token of lowest rank, again."""
+    rank_of = {token: rank for rank, token in enumerate(tokenizer.ranks)}
+    ids = []
+    for piece in regex.findall(tokenizer.pattern, valid_unicode(text)):
+        piece = piece.encode()
+        parts = [piece[i:i + 1] for i in range(len(piece))]
+        while len(parts) > 1:
+            joined = [rank_of.get(left + right, len(rank_of)) for left, right in zip(parts, parts[1:])]
+            lowest = min(joined)
+            if lowest == len(rank_of):
+                break
+            i = joined.index(lowest)                       # the leftmost one when the pair occurs twice
+            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        ids.extend(rank_of[part] for part in parts)
+    return ids
 
 
 def fuzz_words(rng):
@@ -130,6 +148,12 @@ def test_worked_example():
     assert tokenizer.encode("aaabdaaabac") == [258, d, 258, a, byte_id[ord("c")]]
 
 
+def test_one_endless_piece_takes_no_quadratic_time():
+    start = time.process_time()
+    assert len(train({b"a" * 1_000_000: 1}, 30)) == 25               # 2, 4, 8, ..., 2 ** 19; then what is left over
+    assert time.process_time() - start < 20
+
+
 def test_counts_beyond_32_bits():
     words = {b"ab": 2**31, b"ab ": 2**31, b"cd": 2**32 - 1, b"ef": 2**62}
     assert train(words, 3) == train_slowly(words, 3)
@@ -169,7 +193,7 @@ def test_patterns_leave_no_hole_and_ascii_is_cut_alike(name):
 
 
 def test_order_of_documents_and_number_of_workers_do_not_matter(monkeypatch):
-    monkeypatch.setattr(train_tokenizer, "BATCH_CHARS", 50_000)     # several batches for each worker
+    monkeypatch.setattr(train_tokenizer, "BATCH", 7)     # several batches for each worker
     shuffled = random.Random(0).sample(TOPICS, len(TOPICS))
     one = count_pieces(TOPICS, PATTERNS["gpt4"])
     results = [one] + [count_in_parallel(shuffled, PATTERNS["gpt4"], workers) for workers in (1, 2, 3)]
@@ -206,14 +230,14 @@ def as_text(theirs, text):
 
 def test_transformers_gives_the_same_ids_on_a_whole_text(tokenizer, hugging_face):
     text = "\n\n".join(TOPICS)
-    assert as_text(hugging_face, text) == tokenizer.encode(text) == tokenizer.encode_by_hand(text)
+    assert as_text(hugging_face, text) == tokenizer.encode(text) == encode_by_hand(tokenizer, text)
 
 
 def test_transformers_gives_the_same_ids_on_fuzzed_strings(tokenizer, hugging_face):
     for text in [*SPECIMENS, *fuzz_texts(1500, seed=3)]:
         ids = tokenizer.encode(text)
         assert as_text(hugging_face, text) == ids, text
-        assert tokenizer.encode_by_hand(text) == ids, text
+        assert encode_by_hand(tokenizer, text) == ids, text
         assert hugging_face.decode(ids) == text == tokenizer.decode(ids)
     assert tokenizer.encode_batch(SPECIMENS) == [tokenizer.encode(text) for text in SPECIMENS]
 
@@ -230,7 +254,7 @@ def test_transformers_knows_the_special_tokens(tokenizer, hugging_face):
 @pytest.mark.slow
 def test_many_fuzzed_strings(tokenizer, hugging_face):
     for text in fuzz_texts(20_000, seed=4):
-        assert as_text(hugging_face, text) == tokenizer.encode(text) == tokenizer.encode_by_hand(text), text
+        assert as_text(hugging_face, text) == tokenizer.encode(text) == encode_by_hand(tokenizer, text), text
 
 
 def test_demo_data_when_it_is_there(root):
@@ -248,7 +272,7 @@ def test_demo_data_when_it_is_there(root):
 def test_text_never_becomes_a_special_token(tokenizer):
     first = tokenizer.vocab_size - len(SPECIAL_TOKENS)
     text = "".join(SPECIAL_TOKENS) + " <|eos|><|end|>\n<|end|>"
-    for ids in (tokenizer.encode(text), tokenizer.encode_batch([text])[0], tokenizer.encode_by_hand(text)):
+    for ids in (tokenizer.encode(text), tokenizer.encode_batch([text])[0], encode_by_hand(tokenizer, text)):
         assert max(ids) < first and tokenizer.decode(ids) == text
     assert [tokenizer.special(name) for name in SPECIAL_TOKENS] == list(range(first, first + 7))
     assert tokenizer.pad_id != tokenizer.eos_id
@@ -274,7 +298,7 @@ def test_the_way_around_long_whitespace_gives_the_same_ids(tokenizer, monkeypatc
 def test_lone_surrogates_become_the_replacement_character(tokenizer, monkeypatch):
     for text, meant in (("a\ud83db", "a\ufffdb"), ("\udc00", "\ufffd"), ("\ud83d\ude00", "\U0001f600")):
         assert tokenizer.decode(tokenizer.encode(text)) == meant
-        assert tokenizer.encode(text) == tokenizer.encode_by_hand(text) == tokenizer.encode(meant)
+        assert tokenizer.encode(text) == encode_by_hand(tokenizer, text) == tokenizer.encode(meant)
         assert tokenizer.encode("\ud83d" + " " * 150_000) == tokenizer.encode("\ufffd" + " " * 150_000)
     assert count_pieces(["a\ud83db"], PATTERNS["gpt4"]) == count_pieces(["a\ufffdb"], PATTERNS["gpt4"])
 
@@ -329,6 +353,9 @@ def test_tiktoken_reads_our_ranks(tokenizer, tmp_path):
     (lambda d: d.update(pre_tokenizer={"type": "Metaspace"}), "pre_tokenizer"),
     (lambda d: d["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True), "prefix space"),
     (lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\p{N}{1,3}+|\s+|\S"), "possessive"),
+    (lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\w+|\s+"), "passes over"),
+    (lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r".+"), "passes over"),
+    (lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="("), "not the whole tokenizer.json"),
     (lambda d: d["model"]["merges"].reverse(), "in their order"),
     (lambda d: d["model"]["merges"].pop(), "one by one"),
     (lambda d: d["model"]["vocab"].pop("!"), "without a gap"),
@@ -362,6 +389,28 @@ def test_missing_and_damaged_files(tmp_path, capsys):
         assert stop.value.code == 2 and reason in said and str(tmp_path / name) in said
 
 
+@pytest.mark.parametrize("name, spoil, line", [
+    ("cl100k.tiktoken", lambda lines: lines[:7] + lines[8:], 8),                      # a byte is not there
+    ("cl100k.tiktoken", lambda lines: lines[:-1], None),                              # the last one
+    ("cl100k.tiktoken", lambda lines: lines[:9] + [lines[3].split()[0] + " 9"] + lines[10:], 10),    # one token twice
+    ("cl100k.tiktoken", lambda lines: [*lines, "!!!! 256"], 257),
+    ("cl100k.tiktoken", lambda lines: lines[:5] + [""] + lines[5:], 6),
+    ("gpt2.bpe", lambda lines: ["#version: 0.2", "a b", "a b"], 3),
+    ("gpt2.bpe", lambda lines: ["#version: 0.2", "a b", "a \u4e00"], 3),
+    ("gpt2.bpe", lambda lines: ["#version: 0.2", "a b", "abc"], 3),
+])
+def test_rank_files_with_a_fault_are_refused_with_the_line(tmp_path, capsys, name, spoil, line):
+    lines = [f"{base64.b64encode(bytes([byte])).decode()} {id}" for id, byte in enumerate(BYTE_ORDER)]
+    (tmp_path / name).write_bytes("\r\n".join(lines).encode())
+    if name == "cl100k.tiktoken":
+        assert Tokenizer.load(tmp_path / name).encode("ab") == [BYTE_ORDER.index(byte) for byte in b"ab"]
+    (tmp_path / name).write_text("\n".join(spoil(lines)), encoding="utf-8")
+    with pytest.raises(SystemExit) as stop:
+        Tokenizer.load(tmp_path / name)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and (f"line {line}:" if line else "256 bytes") in said and name in said
+
+
 def test_known_vocabularies(shared_data):
     """Ids that tiktoken's own tests fix (tests/test_encoding.py there), and a way through our files and back."""
     cl100k = Tokenizer.load(shared_data / "vocabs" / "cl100k_base.tiktoken")
@@ -370,25 +419,11 @@ def test_known_vocabularies(shared_data):
         ("today\n  \n", [31213, 14211]), (" \x850", [220, 126, 227, 15]), ("it'\u017f", [275, 6, 129, 123]),
         ("<|endoftext|>", [27, 91, 8862, 728, 428, 91, 29]),
     ):
-        assert cl100k.encode(text) == cl100k.encode_by_hand(text) == ids
+        assert cl100k.encode(text) == encode_by_hand(cl100k, text) == ids
     gpt2 = Tokenizer.load(shared_data / "vocabs" / "gpt2_vocab.bpe")
     official = json.loads((shared_data / "vocabs" / "gpt2_encoder.json").read_text())
     assert [bytes_to_chars(token) for token in gpt2.ranks] == [token for token in official if token != "<|endoftext|>"]
     assert gpt2.encode("0" * 17) == [8269, 10535, 830] and gpt2.encode("hello world") == [31373, 995]
-
-
-def test_gpt2s_own_form_of_tokenizer_json(tokenizer, tmp_path):
-    """The pre_tokenizer is ByteLevel alone, which cuts by GPT-2's pattern; merges are pairs instead of strings."""
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizer.save(tmp_path)
-    data = json.loads((tmp_path / "tokenizer.json").read_text())
-    data["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    data["model"]["merges"] = [pair.split(" ") for pair in data["model"]["merges"]]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
-    ours, theirs = Tokenizer.load(tmp_path), tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert ours.pattern == PATTERNS["gpt2"]
-    for text in ("it's 1234 x", *TOPICS[:5]):
-        assert theirs.encode(text).ids == ours.encode(text)
 
 
 # ----------------------------------------------------------------------------------------------------------- script
