@@ -162,22 +162,22 @@ def train(words, n_merges, min_frequency=1, progress=lambda: None):
 def check(config):
     """Refuses keys that make no sense, all at once."""
     smallest = 256 + len(SPECIAL_TOKENS)
-    problems = {
-        f"vocab_size = {config.vocab_size}: expected more than {smallest} (the bytes and the special tokens)":
-            config.vocab_size <= smallest,
-        f"min_frequency = {config.min_frequency}: expected at least 1": config.min_frequency < 1,
-        f"workers = {config.workers}: expected 1 or more, or 0 for one for each core": config.workers < 0,
-        **{f"{file} does not exist": not Path(file).is_file() for file in config.compare},
-    }
-    if any(problems.values()):
-        refuse(*(problem for problem, holds in problems.items() if holds))
+    problems = [f"{file} does not exist" for file in config.compare if not Path(file).is_file()]
+    if config.vocab_size <= smallest:
+        problems.append(f"vocab_size = {config.vocab_size}: expected more than {smallest} (bytes and special tokens)")
+    if config.min_frequency < 1:
+        problems.append(f"min_frequency = {config.min_frequency}: expected at least 1")
+    if config.workers < 0:
+        problems.append(f"workers = {config.workers}: expected 1 or more, or 0 for one for each core")
+    if problems:
+        refuse(*problems)
 
 
 def made_from(config):
     """Everything that decides the result: if it is the same, so is the tokenizer. Goes into report.json."""
-    files = {"docs": sorted(Path(config.data_dir, "docs").glob("*.jsonl.zst")), "compare": config.compare}
-    keys = {key: getattr(config, key) for key in ("vocab_size", "min_frequency")}
-    return keys | {kind: [[Path(name).name, sha256_file(name)] for name in names] for kind, names in files.items()}
+    files = [*sorted(Path(config.data_dir, "docs").glob("*.jsonl.zst")), *config.compare]
+    return {"vocab_size": config.vocab_size, "min_frequency": config.min_frequency,
+            "files": [[Path(file).name, sha256_file(file)] for file in files]}
 
 
 def finished(folder, source):

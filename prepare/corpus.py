@@ -45,7 +45,6 @@ PLANTED = {
     "utf8_as_latin1": (4, None, None),                          # kept, noted as mislabelled
     "controls": (6, None, None),                                # NUL and bidi marks: kept without them, and noted
 }
-MISLABELLED = ("latin1_as_utf8", "utf8_as_latin1")
 # Damage that costs a record; the reader counts it by itself.
 DAMAGED = {"bad_length": 1, "bad_gzip": 1}
 

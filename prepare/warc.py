@@ -62,10 +62,7 @@ def warc_pages(window, losses):
         }
         if "warc-truncated" in headers:
             losses["warc_truncated_header"] += 1                        # cut by the crawler: kept, but counted
-        if kind == "response":
-            if page["url"].lower().startswith(("dns:", "ftp:", "gopher:")):
-                losses["other_records"] += 1
-                continue
+        if kind == "response" and not page["url"].lower().startswith(("dns:", "ftp:", "gopher:")):
             yield page | http_response(block)
         elif kind == "conversion":
             # No HTTP part: neither status nor content type apply, the crawler has made text of it already.
@@ -79,10 +76,7 @@ def warc_pages(window, losses):
 def records(window, losses):
     """Yield (headers, block) of each record. Never splits on text inside a block whose declared length is right."""
     skipped = 0
-    while True:
-        line = window.line(LINE_LIMIT)
-        if not line:
-            break
+    while line := window.line(LINE_LIMIT):
         if not line.startswith(b"WARC/"):
             skipped += len(line.strip())
             continue
@@ -98,22 +92,18 @@ def records(window, losses):
             continue
         block = window.take(int(declared))
         short = len(block) < int(declared)
-        following = window.peek(64).lstrip(b"\r\n")
-        if following and b"WARC/".startswith(following[:5]):
-            following = b""                                             # as it should be (or cut off inside the word)
-        if short or following:
+        following = window.peek(64).lstrip(b"\r\n")                     # should be nothing or the next record
+        if short or not b"WARC/".startswith(following[:5]):
             # The length was wrong. If too large, it swallowed the beginning of the next record: give that back.
             swallowed = NEXT_RECORD.search(block)
-            if swallowed:
-                window.give_back(block[swallowed.end():])
-                block = block[:swallowed.start()].rstrip(b"\r\n")
-                losses["bad_length"] += 1
-            elif short:
+            if short and not swallowed:
                 losses["truncated"] = 1                                 # the file ends inside this record
                 skipped += len(block)
                 break
-            else:
-                losses["bad_length"] += 1
+            losses["bad_length"] += 1
+            if swallowed:
+                window.give_back(block[swallowed.end():])
+                block = block[:swallowed.start()].rstrip(b"\r\n")
         yield headers, block
     if skipped:
         losses["skipped_bytes"] += skipped
@@ -217,10 +207,7 @@ def json_pages(window, losses, source):
     Lines are bytes up to "\\n": str.splitlines would also cut at U+2028 and U+0085, which occur inside texts.
     """
     number = 0
-    while True:
-        line = window.line(RECORD_LIMIT)
-        if not line:
-            return
+    while line := window.line(RECORD_LIMIT):
         number += 1
         page = {"url": "", "id": f"{source}:{number}", "date": "", "kind": "text", "body": line}
         if len(line) >= RECORD_LIMIT and not line.endswith(b"\n"):
