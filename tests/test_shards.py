@@ -2,10 +2,12 @@
 
 import collections
 import json
+import os
 import types
 
 import numpy as np
 import pytest
+import zstandard
 
 from engine.files import write_json
 from engine.shards import (ShardWriter, TokenData, batch, dtype_for, n_blocks, permuted, read_documents, step_blocks,
@@ -102,6 +104,31 @@ def test_data_hash_follows_the_content(tmp_path):
     hashes = {write(tmp_path / str(number), documents, shard_tokens=50).data_hash
               for number, documents in enumerate([some_documents(9), some_documents(9), some_documents(9, seed=1)])}
     assert len(hashes) == 2
+
+
+def test_data_hash_follows_the_borders_of_documents(tmp_path):
+    one = write(tmp_path / "one", [[BOS, 5, EOS], [BOS, 6, EOS]])
+    other = write(tmp_path / "other", [[BOS, 5], [EOS, BOS, 6, EOS]])
+    assert one.read(0, 6).tolist() == other.read(0, 6).tolist() and one.data_hash != other.data_hash
+
+
+def test_every_file_is_flushed_before_it_gets_its_name_and_its_folder_after(tmp_path, monkeypatch):
+    events, fsync, replace = [], os.fsync, os.replace
+    path_of = lambda descriptor: os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+    if not os.path.exists("/proc/self/fd"):
+        pytest.skip("no /proc to see what is flushed")
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append(path_of(descriptor)), fsync(descriptor)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (events.append(f"-> {os.path.basename(new)}"), replace(old, new)))
+    write(tmp_path / "tokens", [[BOS, *range(3, 12), EOS]], shard_tokens=6)
+    names = ["train_00000.bin", "train_00001.bin", "train_offsets.bin", "index.json"]
+    assert events == [event for name in names for event in (f"{name}.tmp", f"-> {name}", "tokens")]
+
+
+def test_all_frames_of_a_file_of_documents_are_read(tmp_path):
+    write_json(tmp_path / "audit.json", {"documents": [{"file": "a.jsonl.zst", "split": "train"}]})
+    lines = [json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n" for text in ("one\u2028two", "three")]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(map(zstandard.compress, lines)))
+    assert [document["text"] for document in read_documents(tmp_path, "train")] == ["one\u2028two", "three"]
 
 
 def test_documents_without_an_audit_are_unfinished(tmp_path, capsys):

@@ -12,6 +12,7 @@ import zstandard
 
 from archives import html, http, members, record, response
 from prepare import warc
+from prepare.stream import Window
 from prepare.warc import read_pages
 
 
@@ -84,6 +85,20 @@ def test_a_damaged_gzip_member_costs_its_record_only(tmp_path, where):
     parts[1][place] ^= 0x55
     pages, losses = read_bytes(tmp_path, b"".join(parts), "x.warc.gz")
     assert urls(pages) == ["1", "3"] and losses["bad_gzip"] == 1
+
+
+def test_each_damage_is_counted_once_however_many_false_heads_follow_it(tmp_path):
+    parts = [bytearray(members([response(html("page " * 200), f"http://a.example/{i}")])) for i in range(5)]
+    for part in (parts[1], parts[3]):
+        part[len(part) // 2] ^= 0x55
+        part[-20:-20] = b"\x1f\x8b\x08\0" * 4
+    pages, losses = read_bytes(tmp_path, b"".join(parts), "x.warc.gz")
+    assert urls(pages) == ["0", "2", "4"] and losses["bad_gzip"] == 2
+
+
+def test_lines_are_cut_at_the_limit_wherever_their_end_is():
+    window = Window(iter([b"abcdefgh\nij", b"kl"]))
+    assert [window.line(5) for _ in range(5)] == [b"abcde", b"fgh\n", b"ijkl", b"", b""]
 
 
 @pytest.mark.parametrize("gap", [b"", b"\0" * 200_000, b"junk" * 40_000], ids=["none", "zeros", "junk"])
