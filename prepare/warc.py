@@ -175,7 +175,7 @@ def unchunk(body):
         size = int(head.group(1), 16)
         at = head.end() + size
         whole += body[head.end():at]
-        if size == 0 or at >= len(body):
+        if size == 0:
             return bytes(whole)
     return bytes(whole) + body[at:].strip(b"\r\n")                    # not chunked, or no longer: better kept than lost
 
@@ -210,7 +210,7 @@ def json_pages(window, losses, source):
     while line := window.line(RECORD_LIMIT):
         number += 1
         page = {"url": "", "id": f"{source}:{number}", "date": "", "kind": "text", "body": line}
-        if len(line) >= RECORD_LIMIT and not line.endswith(b"\n"):
+        if len(line) >= RECORD_LIMIT:
             while line and not line.endswith(b"\n"):
                 line = window.line(LINE_LIMIT)
             yield page | {"drop": "json_too_long", "body": page["body"][:1000]}

@@ -171,6 +171,34 @@ def test_modules_that_crash_hang_or_fail_are_skipped_and_named(tmp_path, monkeyp
     assert all(reason for _, html, reason in results if not html)
 
 
+def test_children_see_a_fixed_environment_and_an_empty_folder(tmp_path, monkeypatch):
+    program = "import json, os\nprint(json.dumps([dict(os.environ), os.listdir()]))\n"
+    monkeypatch.setattr(corpus, "__file__", str(fake_python(tmp_path, program)))
+    (tmp_path / "empty").mkdir()
+    ((environment, files),) = corpus.child(tmp_path / "empty")
+    environment.pop("LC_CTYPE", None)                           # Python sets it where there is no locale
+    assert environment == {"PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8"} and not files
+
+
+def test_an_answer_cut_off_in_the_middle_is_no_answer(tmp_path, monkeypatch):
+    program = (
+        "import json, os, sys\n"
+        "print(json.dumps({'begin': sys.argv[2]}), flush=True)\n"
+        "if sys.argv[2] == 'a': print('{\"module\": \"a\", \"ht', end='', flush=True); os.kill(os.getpid(), 9)\n"
+        "print(json.dumps({'module': 'b', 'html': 'b'}), flush=True)\n")
+    monkeypatch.setattr(corpus, "__file__", str(fake_python(tmp_path, program)))
+    (_, nothing, reason), (_, html, _) = render_block(tmp_path, ["a", "b"])
+    assert nothing is None and "died" in reason and html == "b"
+
+
+def test_public_modules_come_before_private_ones(tmp_path, monkeypatch):
+    names = ["_decimal", "asyncio._log", "decimal", "zlib"]
+    monkeypatch.setattr(corpus, "child", lambda *_: [{"module": name, "skipped": None} for name in names])
+    monkeypatch.setattr(corpus, "render_block", lambda _, block: [(name, name, None) for name in block])
+    assert list(corpus.render_pages(tmp_path, 0, quiet)[0]) == ["decimal", "zlib", "_decimal", "asyncio._log"]
+    assert list(corpus.render_pages(tmp_path, 2, quiet)[0]) == ["decimal", "_decimal"]
+
+
 def test_an_interpreter_that_renders_nothing_is_a_clear_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(corpus, "__file__", str(fake_python(tmp_path, "raise SystemExit(1)")))
     with pytest.raises(SystemExit) as stop:

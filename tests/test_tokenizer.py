@@ -248,6 +248,7 @@ def test_transformers_knows_the_special_tokens(tokenizer, hugging_face):
     ids = [tokenizer.special(name) for name in SPECIAL_TOKENS]
     assert hugging_face.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == ids
     assert len(hugging_face) == tokenizer.vocab_size
+    assert hugging_face.clean_up_tokenization_spaces is False
     assert hugging_face("hi").input_ids == tokenizer.encode("hi")     # adds no BOS by itself either
 
 
@@ -335,6 +336,8 @@ def test_hash_changes_with_every_part(tokenizer):
         (ranks, tokenizer.pattern, specials), (swapped, tokenizer.pattern, specials),
         (ranks, PATTERNS["gpt2"], specials), (ranks, tokenizer.pattern, renamed))]
     assert hashes[0] == tokenizer.hash and len(set(hashes)) == 4
+    one, other = ([*ranks[:256], *more] for more in ([b"abc", b"de"], [b"ab", b"cde"]))
+    assert Tokenizer(one, tokenizer.pattern, specials).hash != Tokenizer(other, tokenizer.pattern, specials).hash
 
 
 def test_tiktoken_reads_our_ranks(tokenizer, tmp_path):
@@ -449,6 +452,13 @@ def test_script_trains_reports_and_knows_that_it_is_done(run, tmp_path):
     assert run("--vocab_size=500")[0]["vocab_size"] == 500                   # another key: done again
     write_documents(tmp_path / "data", TOPICS[:39], TOPICS[40:50])           # another text: done again
     assert run("--vocab_size=500")[0]["hash"] != report["hash"]
+
+
+def test_only_the_training_split_is_learned_from(run, tmp_path):
+    write_documents(tmp_path / "data", ["ab ab ab"], ["zz zz zz"])
+    run("--vocab_size=400")
+    ranks = Tokenizer.load(run.folder).ranks
+    assert b"ab" in ranks and b"zz" not in ranks
 
 
 def test_killed_and_started_again_gives_the_same_bytes(tmp_path, root):

@@ -211,13 +211,14 @@ def test_records_around_a_gap_larger_than_the_buffers(tmp_path):
     assert urls(pages) == ["1", "3"]
 
 
+@pytest.mark.parametrize("edge", [65536, 131072])
 @pytest.mark.parametrize("shift", range(0, 60, 3))
-def test_the_mark_of_the_next_record_may_lie_across_the_edge_of_a_read(tmp_path, shift):
+def test_the_mark_of_the_next_record_may_lie_across_the_edge_of_a_read(tmp_path, shift, edge):
     def parts(size):
         return three(record("response", b"x" * size, "http://a.example/2", length="?"))
-    room = 65536 - shift - sum(map(len, parts(0)[:2]))
+    room = edge - shift - sum(map(len, parts(0)[:2]))
     data = parts(room)
-    assert len(data[0] + data[1]) == 65536 - shift               # there the third one's mark begins
+    assert len(data[0] + data[1]) == edge - shift                # there the third one's mark begins
     pages, _ = read_bytes(tmp_path, b"".join(data))
     assert urls(pages) == ["1", "3"]
 
@@ -289,6 +290,12 @@ def test_d19_status_lines(tmp_path, status):
 def test_d19_content_types(tmp_path, header, media, charset):
     (page,), _ = read_bytes(tmp_path, response(html("x"), headers=(f"content-TYPE: {header}",)))
     assert (page["content_type"], page["charset"]) == (media, charset)
+
+
+def test_of_two_headers_of_one_name_the_first_counts(tmp_path):
+    headers = ("Content-Type: text/html", "content-type: image/png")
+    (page,), _ = read_bytes(tmp_path, response(html("x"), headers=headers))
+    assert page["content_type"] == "text/html"
 
 
 def test_nonsense_instead_of_http(tmp_path):
