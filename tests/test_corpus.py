@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prepare import corpus
+from prepare import corpus, render
 from prepare.corpus import DAMAGED, PAGES_HOST, PLANTED, PLANTED_HOST, build_corpus, render_block
 from prepare.warc import read_pages
 
@@ -206,12 +206,15 @@ def test_an_interpreter_that_renders_nothing_is_a_clear_error(tmp_path, monkeypa
     assert stop.value.code == 2 and "cannot render" in capsys.readouterr().err
 
 
+def test_local_paths_are_scrubbed_wherever_python_is_installed(monkeypatch):
+    for name in ("prefix", "base_prefix", "exec_prefix", "base_exec_prefix"):
+        monkeypatch.setattr(sys, name, f"/opt/my {name}")
+        paths = render.local_paths()
+        assert render.scrub(f"in /opt/my {name}/share, not /opt/my {name}es", paths) == f"in /usr/share, not /opt/my {name}es"
+    assert render.scrub(f"{ROOT}/prepare/x.py", render.local_paths()) == "/prepare/x.py"
+
+
 def test_nothing_with_side_effects_is_imported():
-    sys.path.insert(0, str(ROOT / "prepare"))
-    try:
-        import render
-    finally:
-        sys.path.pop(0)
     listed = dict(render.list_modules())
     for name in ("antigravity", "this", "idlelib", "test"):
         assert listed.get(name, "absent")
