@@ -77,7 +77,7 @@ def _gunzip(file, losses):
 
 
 def _next_member(raw, file):
-    """(`raw` and what follows in the file, from the next member on, or b"" at the end; what was passed, zeros apart)."""
+    """(what is read of the next member, b"" at the end of the file; what was passed on the way there, zeros apart)."""
     passed = b""
     while not (head := MEMBER.search(raw)):
         passed = passed or raw.strip(b"\0")

@@ -210,7 +210,8 @@ def test_local_paths_are_scrubbed_wherever_python_is_installed(monkeypatch):
     for name in ("prefix", "base_prefix", "exec_prefix", "base_exec_prefix"):
         monkeypatch.setattr(sys, name, f"/opt/my {name}")
         paths = render.local_paths()
-        assert render.scrub(f"in /opt/my {name}/share, not /opt/my {name}es", paths) == f"in /usr/share, not /opt/my {name}es"
+        scrubbed = render.scrub(f"in /opt/my {name}/share, not /opt/my {name}es", paths)
+        assert scrubbed == f"in /usr/share, not /opt/my {name}es"
     assert render.scrub(f"{ROOT}/prepare/x.py", render.local_paths()) == "/prepare/x.py"
 
 

@@ -118,7 +118,8 @@ def test_every_file_is_flushed_before_it_gets_its_name_and_its_folder_after(tmp_
     if not os.path.exists("/proc/self/fd"):
         pytest.skip("no /proc to see what is flushed")
     monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append(path_of(descriptor)), fsync(descriptor)))
-    monkeypatch.setattr(os, "replace", lambda old, new: (events.append(f"-> {os.path.basename(new)}"), replace(old, new)))
+    name_of = os.path.basename
+    monkeypatch.setattr(os, "replace", lambda old, new: (events.append(f"-> {name_of(new)}"), replace(old, new)))
     write(tmp_path / "tokens", [[BOS, *range(3, 12), EOS]], shard_tokens=6)
     names = ["train_00000.bin", "train_00001.bin", "train_offsets.bin", "index.json"]
     assert events == [event for name in names for event in (f"{name}.tmp", f"-> {name}", "tokens")]

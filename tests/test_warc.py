@@ -107,7 +107,8 @@ def test_the_head_of_a_gzip_member_may_lie_across_the_edge_of_a_read(tmp_path, s
     import random
     first = members([response(random.Random(0).randbytes(70_000), "http://a.example/1")])
     gap += b"\0" * (-len(first + gap) % 65_536 + 65_536 - shift)
-    pages, losses = read_bytes(tmp_path, first + gap + members([response(html("two"), "http://a.example/2")]), "x.warc.gz")
+    second = members([response(html("two"), "http://a.example/2")])
+    pages, losses = read_bytes(tmp_path, first + gap + second, "x.warc.gz")
     assert urls(pages) == ["1", "2"] and losses["bad_gzip"] == (b"junk" in gap)
 
 
