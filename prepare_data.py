@@ -44,10 +44,9 @@ from configurator import configure, refuse
 from engine.files import lock_folder, read_json, sha256_file, write_json
 from engine.shards import ShardWriter, publish, read_documents, read_jsonl_zst, write_index
 from engine.tokenizer import Tokenizer
-from prepare.audit import add, empty_audit, finished, measure, tally, waterfall
+from prepare.audit import add, empty_audit, finished, judge, measure, tally, waterfall
 from prepare.corpus import build_corpus
-from prepare.dedup import (NGRAM, PARAGRAPH_BREAK, MinHash, candidate_probability, paragraph_hashes, repeated,
-                           representatives, text_hash)
+from prepare.dedup import PARAGRAPH_BREAK, MinHash, paragraph_hashes, repeated, representatives, text_hash
 from prepare.filters import FILTERS, RULES
 from prepare.warc import read_pages
 
@@ -64,7 +63,7 @@ min_chars = 200                   # length of a document
 max_chars = 1_000_000             # longer ones are mostly tables and logs
 min_entropy = 3.2                 # bits per character: stops "aaaa"; no measure of quality
 min_ascii = 0.30                  # share of ASCII characters
-rules: tuple[str] = ()            # also gopher_quality, gopher_repetition, c4, fineweb: made for prose, see filters.py
+rules: tuple[str] = ()            # also gopher_quality, gopher_repetition: made for prose, see filters.py
 minhash_threshold = 0.85          # resemblance from which a page is a near-duplicate; 0: exact duplicates only
 minhash_bands = 16                # more bands: more pairs are compared
 minhash_rows = 8                  # in each band; bands x rows = 128 hash functions
@@ -77,12 +76,13 @@ workers = 1                       # processes; the result does not depend on it
 
 
 DOCS_PER_FILE = 20_000
-TEXTS_AT_ONCE = 64                # given to the tokenizer together
 # What the cleaned pages of an input file depend on, besides the file and the program.
 CLEAN_KEYS = ("max_decompressed", "main_content", "languages", "language_threshold", "max_replacement", "min_chars",
               "max_chars", "min_entropy", "min_ascii", "rules", "minhash_bands", "minhash_rows", "minhash_seed",
               "paragraph_min_chars", "val_pinned")
-DOCS_KEYS = (*CLEAN_KEYS, "minhash_threshold", "val_fraction")
+CLEANED = (".jsonl.zst", ".npz", ".json")         # of one input file: its documents, what is compared of them, counts
+HARMLESS = {"records", "other_records", "warc_truncated_header"}      # counted in reading, but no loss
+NOTES = {"mislabelled": "mislabelled_charset", "invisible": "invisible_characters_removed"}      # of pages that are kept
 DUPLICATES = ("exact_duplicate", "near_duplicate", "repeated_paragraphs")
 
 
@@ -90,14 +90,14 @@ DUPLICATES = ("exact_duplicate", "near_duplicate", "repeated_paragraphs")
 # Small things
 
 def digest(*parts):
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def program_hash():
     """Changes with every change to the code that decides what a document is, and with the libraries under it."""
     sources = [Path(__file__), *sorted((Path(__file__).parent / "prepare").glob("*.py"))]
     versions = [importlib.metadata.version(name) for name in ("resiliparse", "py3langid", "zstandard")]
-    return digest([hashlib.sha256(source.read_bytes()).hexdigest() for source in sources], versions, sys.version)
+    return digest([sha256_file(source) for source in sources], versions, sys.version)
 
 
 def progress(items, total, label):
@@ -105,28 +105,20 @@ def progress(items, total, label):
     if sys.stderr.isatty():
         yield from tqdm(items, total=total, desc=label, leave=False)
         return
-    start = last = time.perf_counter()
-    for number, item in enumerate(items):
+    last = time.perf_counter()
+    for number, item in enumerate(items, 1):
         yield item
         if time.perf_counter() - last > 30:
             last = time.perf_counter()
-            print(f"{label}: {number + 1:,}{f' of {total:,}' if total else ''} in {last - start:.0f} s", flush=True)
+            print(f"{label}: {number:,}{f' of {total:,}' if total else ''}", flush=True)
 
 
-class Clock:
-    """Prints what each step took."""
-
-    def __init__(self):
-        self.last = time.perf_counter()
-
-    def say(self, text):
-        now = time.perf_counter()
-        print(f"{text}  [{now - self.last:.1f} s]", flush=True)
-        self.last = now
+def utf8_size(document):
+    return len(document["text"].encode("utf-8", "replace"))
 
 
 class DocumentFile:
-    """A .jsonl.zst file: written as .tmp, flushed and renamed by close()."""
+    """A .jsonl.zst file: written as .tmp, flushed and renamed by close(), which gives its entry for audit.json."""
 
     def __init__(self, path):
         self.path = Path(path)
@@ -137,11 +129,13 @@ class DocumentFile:
     def add(self, document):
         self.stream.write(json.dumps(document, ensure_ascii=False).encode("utf-8") + b"\n")
         self.documents += 1
-        self.bytes += len(document["text"].encode("utf-8"))
+        self.bytes += utf8_size(document)
 
     def close(self):
         self.stream.close()
         publish(self.file, self.path)
+        return {"file": f"{self.path.parent.name}/{self.path.name}", "documents": self.documents, "bytes": self.bytes,
+                "sha256": sha256_file(self.path)}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -160,7 +154,6 @@ def clean_file(path, target, settings, alone=True):
     documents = DocumentFile(f"{target}.jsonl.zst")
     pages = read_pages(path, losses, settings["max_decompressed"])
     for page in progress(pages, None, f"cleaning {Path(path).name}") if alone else pages:
-        page["measures"] = {}
         try:
             if not passes(page, steps, settings, audit):
                 continue
@@ -179,69 +172,50 @@ def clean_file(path, target, settings, alone=True):
     with open(f"{target}.npz.tmp", "wb") as file:
         np.savez(file, places=np.array(places, dtype=np.float64),
                  hashes=np.array(hashes, dtype=np.uint64).reshape(-1, 2),
-                 signatures=np.array(signatures, dtype=np.uint32).reshape(len(hashes), len(minhash.a)),
+                 signatures=np.array(signatures, dtype=np.uint32).reshape(-1, len(minhash.a)),
                  paragraphs=np.concatenate([np.zeros((0, 2), dtype=np.uint64), *paragraphs]),
                  paragraph_counts=np.array([len(rows) for rows in paragraphs], dtype=np.int64))
         publish(file, f"{target}.npz")
     # Whole: nothing of the file was lost on the way. A truncated file is never reported as clean.
-    harmless = ("records", "other_records", "warc_truncated_header")
-    whole = not any(count for name, count in losses.items() if name not in harmless)
     write_json(f"{target}.json", {"documents": documents.documents, "losses": dict(sorted(losses.items())),
-                                  "whole": whole, "audit": audit})
+                                  "whole": losses.keys() <= HARMLESS, "audit": audit})
 
 
 def passes(page, steps, settings, audit):
     """Run one page through the filters and count it; whether it is kept."""
-    size = len(page["text"].encode("utf-8", "replace") if "text" in page else page["body"])
+    measures = page["measures"] = {}
+    size = utf8_size(page) if "text" in page else len(page["body"])
     for step in steps:
-        stage = audit["filters"][step.__name__]
-        stage["documents_in"] += 1
-        stage["bytes_in"] += size
-        before = page.get("text")
         reason = step(page, settings)
+        size_after = utf8_size(page) if "text" in page else size
+        told = " ".join(f"{name}={value:.4g}" for name, value in measures.items())
+        judge(audit["filters"][step.__name__], page, reason, size, size_after, told)
         if reason:
-            tally(stage["reasons"].setdefault(reason, {}), page, size, told(page["measures"]))
-            measure(audit, page["measures"])
-            return False
-        if page.get("text") is not before:
-            size = len(page["text"].encode("utf-8", "replace"))
-        stage["documents_out"] += 1
-        stage["bytes_out"] += size
-    for note in notes(page):
-        tally(audit["notes"].setdefault(note, {}), page, size)
-    measure(audit, page["measures"])
-    return True
-
-
-def told(measures):
-    return " ".join(f"{name}={value:.4g}" for name, value in measures.items())
-
-
-def notes(page):
-    """What was mended or is worth knowing about a page that was kept."""
-    yield f"decoded_by_{page['decoded_by']}"
-    if page.get("mislabelled"):
-        yield "mislabelled_charset"
-    if page.get("invisible"):
-        yield "invisible_characters_removed"
+            break
+        size = size_after
+    else:
+        for note in [f"decoded_by_{page['decoded_by']}", *(NOTES[key] for key in NOTES if page.get(key))]:
+            tally(audit["notes"], note, page, size)
+    measure(audit, measures)
+    return not reason
 
 
 def place(page, pinned):
-    """Where a page lies in [0, 1): below val_fraction it is held out. 0 for pinned pages.
+    """Where a page lies in [0, 1): below val_fraction it is held out. -1 for pinned pages.
 
     It depends on the URL alone, so a page keeps its side when other pages come and go, and all versions of a page are
     on the same one. Pages without a URL (JSON lines, text files) go by their text.
     """
     url = page["url"].partition("#")[0]
     if any(fnmatchcase(url, pattern) for pattern in pinned):
-        return 0.0
+        return -1.0
     key = hashlib.blake2b((url or page["text"]).encode("utf-8"), digest_size=6).digest()
     return int.from_bytes(key, "big") / 2 ** 48                # below 2^53: exact
 
 
-def clean_inputs(paths, config, work, program, clock):
+def clean_inputs(paths, config, work):
     """[(target, counts)] of every input file, in order. What was done before with the same everything is done."""
-    settings = {name: getattr(config, name) for name in CLEAN_KEYS}
+    settings, program = {name: getattr(config, name) for name in CLEAN_KEYS}, program_hash()
     work.mkdir(parents=True, exist_ok=True)
     targets = []
     for path in paths:
@@ -249,15 +223,12 @@ def clean_inputs(paths, config, work, program, clock):
             targets.append(work / digest(path.name, sha256_file(path), settings, program)[:16])
         except OSError as error:
             refuse(f"input {path} cannot be read: {error.strerror}. Mend it or leave it out of --inputs.")
-    todo = [(path, target) for path, target in zip(paths, targets) if not target.with_suffix(".json").exists()]
-    todo = list({target: (path, target) for path, target in todo}.values())
-    if len(paths) > len(todo):
-        print(f"cleaned before and unchanged: {len(paths) - len(todo)} of {len(paths)} input files")
+    todo = {target: path for path, target in zip(paths, targets) if not target.with_suffix(".json").exists()}
     if config.workers > 1 and len(todo) > 1:
         # Not multiprocessing.Pool, which waits for ever for a worker that the system has killed.
         spawn = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(config.workers, spawn) as pool:
-            jobs = [pool.submit(clean_file, path, target, settings, False) for path, target in todo]
+            jobs = [pool.submit(clean_file, path, target, settings, False) for target, path in todo.items()]
             try:
                 for job in progress(concurrent.futures.as_completed(jobs), len(jobs), "cleaning files"):
                     job.result()
@@ -265,12 +236,20 @@ def clean_inputs(paths, config, work, program, clock):
                 refuse("a worker process died while cleaning, perhaps for want of memory. What was finished is kept; "
                        "run the same command again, with --workers=1 to see at which file it happens.")
     else:
-        for path, target in todo:
+        for target, path in todo.items():
             clean_file(path, target, settings)
     done = [(target, read_json(target.with_suffix(".json"))) for target in targets]
-    left = sum(counts["documents"] for _, counts in done)
-    clock.say(f"cleaned {len(todo)} of {len(paths)} input files: {left:,} documents left")
+    print(f"input files: {len(todo)} cleaned, {len(paths) - len(todo)} cleaned before and unchanged; "
+          f"{sum(counts['documents'] for _, counts in done):,} documents left", flush=True)
+    remove_others(work, "[0-9a-f]" * 16 + ".*", [target.name + end for target in targets for end in CLEANED])
     return done
+
+
+def remove_others(folder, pattern, names):
+    """Delete what earlier runs with other inputs or settings left in `folder`, but nothing that is not ours."""
+    for path in folder.glob(pattern):
+        if path.name not in names:
+            path.unlink()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -282,23 +261,23 @@ def deduplicate(parts, config):
     -> kept, a bool array; why, for each dropped one (reason, detail); again, for each document a bool array that is
     True at the paragraphs to be left out. See prepare/dedup.py.
     """
-    together = lambda name: np.concatenate([part[name] for part in parts])
-    _, first = np.unique(together("hashes"), axis=0, return_index=True)
-    kept = np.zeros(len(together("hashes")), dtype=bool)
+    hashes, signatures, paragraphs, counts = (np.concatenate([part[name] for part in parts]) for name in (
+        "hashes", "signatures", "paragraphs", "paragraph_counts"))
+    _, first = np.unique(hashes, axis=0, return_index=True)
+    kept = np.zeros(len(hashes), dtype=bool)
     kept[first] = True
-    why = {int(document): ("exact_duplicate", "") for document in np.flatnonzero(~kept)}
-    if config.minhash_threshold > 0 and kept.any():
+    why = {document: ("exact_duplicate", "") for document in np.flatnonzero(~kept)}
+    if config.minhash_threshold > 0:
         rest = np.flatnonzero(kept)
-        chosen, resemblance = representatives(together("signatures")[rest], config.minhash_bands,
-                                              config.minhash_threshold)
+        chosen, resemblance = representatives(signatures[rest], config.minhash_bands, config.minhash_threshold)
         for document in np.flatnonzero(chosen != np.arange(len(rest))):
             kept[rest[document]] = False
-            why[int(rest[document])] = ("near_duplicate", f"resemblance={resemblance[document]:.3f}")
-    again, lengths = repeated(together("paragraphs"), together("paragraph_counts"), kept)
+            why[rest[document]] = ("near_duplicate", f"resemblance={resemblance[document]:.3f}")
+    again, lengths = repeated(paragraphs, counts, kept)
     for document in np.flatnonzero(kept & (lengths < config.min_chars)):
         if again[document].any():
             kept[document] = False
-            why[int(document)] = ("repeated_paragraphs", f"characters_left={lengths[document]}")
+            why[document] = ("repeated_paragraphs", f"characters_left={lengths[document]}")
     return kept, why, again
 
 
@@ -314,87 +293,54 @@ def write_documents(done, config, folder, audit):
     if config.val_fraction > 0 and kept.sum() > 1 and not (held_out & kept).any():
         # Few pages, and none of them below the bar: without a held-out page nothing could be measured.
         held_out = places == places[kept].min()
-    folder.mkdir(parents=True, exist_ok=True)
-    entries, open_files, number = [], {}, 0
-
-    def finish(split):
-        file = open_files.pop(split)
-        file.close()
-        entries.append({"file": f"docs/{file.path.name}", "split": split, "documents": file.documents,
-                        "bytes": file.bytes, "sha256": sha256_file(file.path)})
-
-    for target, _ in done:
-        for document in read_jsonl_zst(f"{target}.jsonl.zst"):
-            size = len(document["text"].encode("utf-8"))
-            reason, detail = why.get(number, (None, ""))
-            for name in DUPLICATES:
-                stage = audit["filters"][name]
-                stage["documents_in"] += 1
-                stage["bytes_in"] += size
-                if reason == name:
-                    tally(stage["reasons"].setdefault(name, {}), document, size, detail)
-                    break
-                if name == "repeated_paragraphs" and again[number].any():
-                    paragraphs = document["text"].split(PARAGRAPH_BREAK)
-                    text = PARAGRAPH_BREAK.join(p for p, out in zip(paragraphs, again[number], strict=True) if not out)
-                    document |= {"text": text, "length": len(text)}
-                    size = len(text.encode("utf-8"))
-                stage["documents_out"] += 1
-                stage["bytes_out"] += size
-            if kept[number]:
-                split = "val" if held_out[number] else "train"
-                if split not in open_files:
-                    shard = sum(entry["split"] == split for entry in entries)
-                    open_files[split] = DocumentFile(folder / f"{split}_{shard:05d}.jsonl.zst")
-                open_files[split].add(document | {"split": split})
-                if open_files[split].documents == DOCS_PER_FILE:
-                    finish(split)
-            number += 1
-    for split in list(open_files):
-        finish(split)
+    folder.mkdir(exist_ok=True)
+    entries, open_files = [], {}
+    cleaned = (document for target, _ in done for document in read_jsonl_zst(f"{target}.jsonl.zst"))
+    for number, document in enumerate(cleaned):
+        size = utf8_size(document)
+        reason, detail = why.get(number, (None, ""))
+        for name in DUPLICATES[:DUPLICATES.index(reason) + 1] if reason else DUPLICATES:
+            if name == "repeated_paragraphs" and not reason and again[number].any():
+                paragraphs = zip(document["text"].split(PARAGRAPH_BREAK), again[number], strict=True)
+                document["text"] = PARAGRAPH_BREAK.join(paragraph for paragraph, out in paragraphs if not out)
+                document["length"] = len(document["text"])
+            size_after = utf8_size(document)
+            judge(audit["filters"][name], document, name == reason and reason, size, size_after, detail)
+            size = size_after
+        if kept[number]:
+            split = "val" if held_out[number] else "train"
+            if split not in open_files:
+                shard = sum(entry["split"] == split for entry in entries)
+                open_files[split] = DocumentFile(folder / f"{split}_{shard:05d}.jsonl.zst")
+            open_files[split].add(document | {"split": split})
+            if open_files[split].documents == DOCS_PER_FILE:
+                entries.append(open_files.pop(split).close() | {"split": split})
+    entries += [file.close() | {"split": split} for split, file in open_files.items()]
     return sorted(entries, key=lambda entry: entry["file"])
-
-
-def remove_others(folder, pattern, names):
-    """Delete what an earlier run with other settings left in `folder`."""
-    for path in folder.glob(pattern):
-        if path.name not in names:
-            path.unlink()
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Token shards
 
-def write_tokens(config, tokenizer, key, audit, clock):
+def write_tokens(config, tokenizer, key, audit):
     """docs/ -> tokens/: every document as BOS text EOS. index.json comes last and makes the shards valid."""
     folder = Path(config.data_dir) / "tokens"
     if tokenizer.bos_id is None or tokenizer.eos_id is None:
         refuse(f"the tokenizer in {folder.parent / 'tokenizer'} has no BOS or no EOS token, but documents are stored "
                "as BOS text EOS")
-    folder.mkdir(exist_ok=True)
     (folder / "index.json").unlink(missing_ok=True)
     splits = {}
     for split in ("train", "val"):
-        writer, text_bytes, texts = ShardWriter(folder, split, tokenizer.vocab_size, config.shard_tokens), 0, []
+        writer, text_bytes = ShardWriter(folder, split, tokenizer.vocab_size, config.shard_tokens), 0
         total = sum(entry["documents"] for entry in audit["documents"] if entry["split"] == split)
-
-        def flush():
-            for ids in tokenizer.encode_batch(texts):
-                writer.add([tokenizer.bos_id, *ids, tokenizer.eos_id])
-            texts.clear()
-
         for document in progress(read_documents(config.data_dir, split), total, f"tokenising {split}"):
-            texts.append(document["text"])
-            text_bytes += len(document["text"].encode("utf-8"))
-            if len(texts) == TEXTS_AT_ONCE:
-                flush()
-        flush()
-        splits[split] = writer.close() | {"text_bytes": text_bytes}
+            writer.add([tokenizer.bos_id, *tokenizer.encode(document["text"]), tokenizer.eos_id])
+            text_bytes += utf8_size(document)
+        splits[split] = entry = writer.close() | {"text_bytes": text_bytes}
+        print(f"tokens/{split}: {entry['n_tokens']:,} tokens of {entry['n_docs']:,} documents in "
+              f"{len(entry['files'])} files, "
+              f"{text_bytes / max(1, entry['n_tokens'] - 2 * entry['n_docs']):.2f} bytes per token", flush=True)
     write_index(folder, tokenizer, splits, key=key, config_hash=config.hash, source_hash=audit["source_hash"])
-    for split, entry in splits.items():
-        rate = entry["text_bytes"] / max(1, entry["n_tokens"] - 2 * entry["n_docs"])
-        clock.say(f"tokens/{split}: {entry['n_tokens']:,} tokens of {entry['n_docs']:,} documents in "
-                  f"{len(entry['files'])} files, {rate:.2f} bytes per token")
     return read_json(folder / "index.json")
 
 
@@ -406,23 +352,8 @@ def token_files(index):
 # --------------------------------------------------------------------------------------------------------------------
 # The flow
 
-def input_paths(config):
-    """The files that the patterns in `inputs` stand for, sorted; refuses a pattern that matches nothing."""
-    paths, problems = set(), []
-    for pattern in config.inputs:
-        found = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
-        if Path(pattern).is_dir():
-            found = glob.glob(os.path.join(glob.escape(pattern), "**"), recursive=True)
-        files = {Path(name) for name in found if Path(name).is_file()}
-        if not files:
-            problems.append(f"--inputs: {pattern!r} matches no file (looked in {os.getcwd()})")
-        paths |= files
-    if problems:
-        refuse(*problems)
-    return sorted(paths)
-
-
-def check_config(config):
+def check(config):
+    """The input files, sorted; refuses patterns that match nothing and settings that make no sense, all at once."""
     problems = [f"rules: there is no rule set {name!r}; there are {', '.join(RULES)}" for name in config.rules
                 if name not in RULES]
     if config.corpus not in ("", "pydoc"):
@@ -435,21 +366,24 @@ def check_config(config):
     for name in ("minhash_bands", "minhash_rows", "shard_tokens", "workers", "max_decompressed"):
         if getattr(config, name) < 1:
             problems.append(f"{name} must be at least 1, found {getattr(config, name)}")
+    paths = set()
+    for pattern in config.inputs:
+        names = [pattern]                                # a file's own name may hold brackets
+        if not Path(pattern).is_file():
+            names = glob.glob(f"{glob.escape(pattern)}/**" if Path(pattern).is_dir() else pattern, recursive=True)
+        files = {Path(name) for name in names if Path(name).is_file()}
+        if not files:
+            problems.append(f"--inputs: {pattern!r} matches no file (looked in {os.getcwd()})")
+        paths |= files
     if problems:
         refuse(*problems)
+    return sorted(paths)
 
 
-def intact(root, entry):
-    path = root / entry["file"]
-    return path.exists() and sha256_file(path) == entry["sha256"]
-
-
-def minhash_of(config):
-    """What the audit says about near-duplicates: how sure a pair is to be noticed at each resemblance."""
-    curve = {resemblance: round(candidate_probability(resemblance, config.minhash_bands, config.minhash_rows), 4)
-             for resemblance in (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)}
-    return {"word_ngram": NGRAM, "bands": config.minhash_bands, "rows": config.minhash_rows,
-            "threshold": config.minhash_threshold, "compared": curve}
+def intact(root, entries):
+    """Whether all files of these entries are as they were written."""
+    return all((root / entry["file"]).exists() and sha256_file(root / entry["file"]) == entry["sha256"]
+               for entry in entries)
 
 
 def report(audit):
@@ -458,19 +392,14 @@ def report(audit):
         if not item["whole"]:
             lost = ", ".join(f"{name} {count:,}" for name, count in item["losses"].items())
             print(f"{item['file']} was not read whole: {lost}")
-    print("\n" + "\n".join(waterfall(audit)) + "\n")
-    mended = {note: counts["documents"] for note, counts in audit["notes"].items() if not note.startswith("decoded_by")}
-    if mended:
-        print("mended: " + ", ".join(f"{note} {count:,}" for note, count in mended.items()))
-    for split in ("train", "val"):
-        entries = [entry for entry in audit["documents"] if entry["split"] == split]
-        print(f"{split}: {sum(entry['documents'] for entry in entries):,} documents, "
-              f"{sum(entry['bytes'] for entry in entries):,} bytes of text")
+    print("", *waterfall(audit), "", sep="\n")
+    for entry in audit["documents"]:
+        print(f"{entry['file']}: {entry['documents']:,} documents, {entry['bytes']:,} bytes of text", flush=True)
 
 
 def refuse_empty(audit):
     """No document is left: say what dropped them."""
-    first = next(iter(audit["filters"].values()))["documents_in"]
+    first = audit["filters"]["readable"]["documents_in"]
     if not first:
         refuse("the inputs hold no documents at all (see above what was lost in reading them)")
     name, stage = max(audit["filters"].items(), key=lambda item: item[1]["documents_in"] - item[1]["documents_out"])
@@ -480,42 +409,36 @@ def refuse_empty(audit):
 
 
 def main(config):
-    check_config(config)
-    root = Path(config.data_dir)
+    paths, root = check(config), Path(config.data_dir)
     with lock_folder(root):
         try:
-            prepare(config, root)
+            prepare(config, root, paths)
         except OSError as error:                     # a full disk, a folder that may not be written to
-            for half in root.rglob("*.tmp"):
-                half.unlink(missing_ok=True)
+            for folder in ("input", "work", "docs", "tokens"):
+                for half in (root / folder).glob("*.tmp"):
+                    half.unlink(missing_ok=True)
             refuse(f"cannot go on in {root}: {error}. What was finished is kept; run the same command again.")
 
 
-def prepare(config, root):
-    clock, program = Clock(), program_hash()
-
-    # 1. What to read. The embedded corpus becomes an input file like any other.
-    paths = input_paths(config)
+def prepare(config, root, paths):
+    # 1. The embedded corpus becomes an input file like any other.
     if config.corpus == "pydoc":
         archive, corpus, made = build_corpus(root / "input", config.corpus_modules, progress)
         paths = [archive, *paths]
-        clock.say(f"{'made' if made else 'unchanged:'} {archive}: {corpus['pages']} pages of documentation, "
-                  f"{corpus['html_bytes'] / 1e6:.1f} MB of HTML, {sum(corpus['planted'].values())} planted pages")
-        if made:
-            failed = sorted(module for module, reason in corpus["skipped"].items() if ": " in reason)
-            print("modules that cannot be imported here: " + (", ".join(failed) or "none"), flush=True)
+        print(f"{'made' if made else 'unchanged:'} {archive}: {corpus['pages']} pages of documentation, "
+              f"{corpus['html_bytes'] / 1e6:.1f} MB of HTML, {sum(corpus['planted'].values())} planted pages")
+        failed = sorted(module for module, reason in corpus["skipped"].items() if ": " in reason)
+        print("modules that cannot be imported here: " + (", ".join(failed) or "none"), flush=True)
 
     # 2. Clean each input file by itself.
-    done = clean_inputs(paths, config, root / "work", program, clock)
-    ends = (".jsonl.zst", ".npz", ".json")
-    remove_others(root / "work", "*", [target.name + end for target, _ in done for end in ends])
+    done = clean_inputs(paths, config, root / "work")
 
     # 3. Deduplicate over all of them, split by page, write documents and audit.
     source_hash = digest([target.name for target, _ in done])
-    key = digest(source_hash, {name: getattr(config, name) for name in DOCS_KEYS}, program)
+    key = digest(source_hash, config.minhash_threshold, config.val_fraction)
     audit_file = root / "audit.json"
     audit = read_json(audit_file) if audit_file.exists() else {}
-    if audit.get("key") == key and all(intact(root, entry) for entry in audit["documents"]):
+    if audit.get("key") == key and intact(root, audit["documents"]):
         print("documents: done before and unchanged")
     else:
         audit_file.unlink(missing_ok=True)
@@ -527,8 +450,7 @@ def prepare(config, root):
                  "inputs": [{"file": path.name, "part": target.name, "documents": part["documents"],
                              "whole": part["whole"], "losses": part["losses"]}
                             for path, (target, part) in zip(paths, done)],
-                 **finished(counts, dict(config.items())), "minhash": minhash_of(config), "documents": documents}
-        clock.say("deduplicated and written")
+                 **finished(counts, dict(config.items())), "documents": documents}
         report(audit)
         write_json(audit_file, audit)
     if not audit["documents"]:
@@ -543,10 +465,10 @@ def prepare(config, root):
     tokens_key = digest(key, [entry["sha256"] for entry in audit["documents"]], tokenizer.hash, config.hash)
     index_file = root / "tokens" / "index.json"
     index = read_json(index_file) if index_file.exists() else {}
-    if index.get("key") == tokens_key and all(intact(root, entry) for entry in token_files(index)):
+    if index.get("key") == tokens_key and intact(root, token_files(index)):
         print("tokens: done before and unchanged")
     else:
-        index = write_tokens(config, tokenizer, tokens_key, audit, clock)
+        index = write_tokens(config, tokenizer, tokens_key, audit)
     remove_others(root / "tokens", "*.bin*", [Path(entry["file"]).name for entry in token_files(index)])
 
 

@@ -12,9 +12,6 @@ class Generation:
     logprobs: list      # per new token: its log-probability at the sampling temperature, over the whole vocabulary
     stopped: list       # per prompt: whether it ended by itself
 
-    def text(self, tokenizer):
-        return [tokenizer.decode(ids) for ids in self.ids]
-
 
 @torch.inference_mode()
 def generate(model, prompts, max_new_tokens, stop_ids, temperature=1.0, top_k=0, top_p=1.0, seed=0, on_token=None):

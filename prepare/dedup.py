@@ -77,7 +77,6 @@ class MinHash:
     """
 
     def __init__(self, bands, rows, seed):
-        self.bands, self.rows = bands, rows
         draw = np.random.Generator(np.random.PCG64(seed))
         self.a = draw.integers(0, 1 << 32, bands * rows, dtype=np.uint32) | np.uint32(1)
         self.b = draw.integers(0, 1 << 32, bands * rows, dtype=np.uint32)
@@ -92,22 +91,13 @@ class MinHash:
         return lowest
 
 
-def candidate_probability(resemblance, bands, rows):
-    """The share of pairs of this resemblance that agree in at least one whole band and so get compared."""
-    return 1 - (1 - resemblance ** rows) ** bands
-
-
 def buckets(signatures, bands):
     """(documents, bands) int64: for each band the number of the bucket that a document shares, -1 if it is alone."""
-    n, size = signatures.shape
-    rows = size // bands
-    result = np.full((n, bands), -1, dtype=np.int64)
-    for band in range(bands):
-        block = np.ascontiguousarray(signatures[:, band * rows:(band + 1) * rows])
-        keys = block.view(np.dtype((np.void, block.dtype.itemsize * rows))).ravel()
+    result = np.empty((len(signatures), bands), dtype=np.int64)
+    for band, block in enumerate(np.split(signatures, bands, axis=1)):
+        keys = np.ascontiguousarray(block).view(f"V{block.itemsize * block.shape[1]}").ravel()
         _, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
-        shared = counts[inverse] > 1
-        result[shared, band] = inverse[shared]
+        result[:, band] = np.where(counts[inverse] > 1, inverse, -1)
     return result
 
 

@@ -110,11 +110,10 @@ def test_all_formats_become_documents(tmp_path, inputs, capsys):
 
 
 def test_the_waterfall_adds_up(tmp_path, inputs):
-    run(tmp_path / "d", inputs, "--rules=gopher_quality,fineweb", "--minhash_threshold=0.5", "--paragraph_min_chars=40")
+    run(tmp_path / "d", inputs, "--rules=gopher_quality", "--minhash_threshold=0.5", "--paragraph_min_chars=40")
     audit = json.loads((tmp_path / "d" / "audit.json").read_text())
     stages = list(audit["filters"].values())
-    assert list(audit["filters"])[-5:] == ["gopher_quality", "fineweb", "exact_duplicate", "near_duplicate",
-                                           "repeated_paragraphs"]
+    assert list(audit["filters"])[-4:] == ["gopher_quality", "exact_duplicate", "near_duplicate", "repeated_paragraphs"]
     for before, after in zip(stages, stages[1:]):
         assert before["documents_out"] == after["documents_in"] and before["bytes_out"] == after["bytes_in"]
     for stage in stages:
@@ -223,6 +222,8 @@ def test_more_is_held_out_by_a_larger_fraction_and_pinned_pages_always(tmp_path)
     free = sorted(set(urls) - held[2])
     run(tmp_path / "d", tmp_path / "a.jsonl", "--val_fraction=0.1", f"--val_pinned={free[0]},*{free[1][-5:]}")
     assert {document["url"] for document in read_documents(tmp_path / "d", "val")} == held[0] | set(free[:2])
+    run(tmp_path / "d", tmp_path / "a.jsonl", "--val_fraction=0", f"--val_pinned={free[0]}")
+    assert [document["url"] for document in read_documents(tmp_path / "d", "val")] == free[:1]
 
 
 def test_few_pages_still_give_one_held_out_and_none_only_on_demand(tmp_path):
@@ -231,6 +232,16 @@ def test_few_pages_still_give_one_held_out_and_none_only_on_demand(tmp_path):
     assert len(list(read_documents(tmp_path / "d", "val"))) == 1
     run(tmp_path / "d", tmp_path / "a.jsonl", "--val_fraction=0")
     assert len(list(read_documents(tmp_path / "d", "val"))) == 0
+
+
+def test_a_full_file_of_documents_is_followed_by_another(tmp_path, monkeypatch):
+    urls = many(tmp_path / "a.jsonl", 10)
+    monkeypatch.setattr(prepare_data, "DOCS_PER_FILE", 4)
+    run(tmp_path / "d", tmp_path / "a.jsonl", "--val_fraction=0")
+    entries = json.loads((tmp_path / "d" / "audit.json").read_text())["documents"]
+    assert [entry["file"] for entry in entries] == [f"docs/train_0000{number}.jsonl.zst" for number in range(3)]
+    assert [entry["documents"] for entry in entries] == [4, 4, 2]
+    assert [document["url"] for document in documents(tmp_path / "d")] == urls
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -295,6 +306,21 @@ def test_stale_and_damaged_shard_files_do_not_survive(tmp_path, inputs, byte_tok
             path.write_bytes(path.read_bytes()[:-1] + b"~")
         run(tmp_path / "d", inputs)
         assert results(tmp_path / "d") == whole, name
+
+
+def test_what_others_keep_in_the_data_folder_is_left_alone(tmp_path, inputs, byte_tokenizer, monkeypatch):
+    """Say the data folder is somebody's home, with a folder "work" of his own in it."""
+    theirs = [tmp_path / "d" / name for name in ("work/thesis.txt", "docs/letter.txt", "tokens/notes", "letters/a.tmp")]
+    for path in theirs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("precious")
+    byte_tokenizer(tmp_path / "d")
+    run(tmp_path / "d", inputs)
+    run(tmp_path / "d", inputs, "--min_chars=210")
+    monkeypatch.setattr(prepare_data, "clean_file", lambda *_: open(tmp_path / "no" / "such"))
+    with pytest.raises(SystemExit):
+        run(tmp_path / "d", inputs, "--min_chars=211")
+    assert [path.read_text() for path in theirs] == ["precious"] * 4
 
 
 @pytest.mark.parametrize("step, change", [("write_index", "--shard_tokens=50"),
