@@ -76,13 +76,12 @@ workers = 1                       # processes; the result does not depend on it
 
 
 DOCS_PER_FILE = 20_000
-# What the cleaned pages of an input file depend on, besides the file and the program.
-CLEAN_KEYS = ("max_decompressed", "main_content", "languages", "language_threshold", "max_replacement", "min_chars",
-              "max_chars", "min_entropy", "min_ascii", "rules", "minhash_bands", "minhash_rows", "minhash_seed",
-              "paragraph_min_chars", "val_pinned")
+# The cleaned pages of an input file depend on all keys but these.
+LATER_KEYS = {"data_dir", "inputs", "corpus", "corpus_modules", "minhash_threshold", "val_fraction", "shard_tokens",
+              "workers"}
 CLEANED = (".jsonl.zst", ".npz", ".json")         # of one input file: its documents, what is compared of them, counts
 HARMLESS = {"records", "other_records", "warc_truncated_header"}      # counted in reading, but no loss
-NOTES = {"mislabelled": "mislabelled_charset", "invisible": "invisible_characters_removed"}      # of pages that are kept
+NOTES = {"mislabelled": "mislabelled_charset", "invisible": "invisible_characters_removed"}     # of pages that are kept
 DUPLICATES = ("exact_duplicate", "near_duplicate", "repeated_paragraphs")
 
 
@@ -215,7 +214,7 @@ def place(page, pinned):
 
 def clean_inputs(paths, config, work):
     """[(target, counts)] of every input file, in order. What was done before with the same everything is done."""
-    settings, program = {name: getattr(config, name) for name in CLEAN_KEYS}, program_hash()
+    settings, program = {name: value for name, value in config.items() if name not in LATER_KEYS}, program_hash()
     work.mkdir(parents=True, exist_ok=True)
     targets = []
     for path in paths:

@@ -79,10 +79,14 @@ class Speaker:
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.context = model.config.block_size
         self.longest = self.context - min(config.max_new_tokens, self.context // 2)     # of a prompt
-        self.opening = [{"role": "system", "content": config.system}] if config.system else []
+
+    def prompt(self, text):
+        """A question with --chat=True, else a text to continue. -> (ids, whether something was cut)"""
+        if self.config.chat:
+            return self.chat_prompt([{"role": "user", "content": text}])
+        return self.text_prompt(text)
 
     def text_prompt(self, text):
-        """-> (ids, whether the beginning was cut)"""
         ids = self.tokenizer.encode(text)
         return [self.tokenizer.bos_id, *ids[-(self.longest - 1):]], len(ids) >= self.longest
 
@@ -90,15 +94,20 @@ class Speaker:
         """-> (ids, whether something was cut). The system message stays; the oldest turns go, then the start of one."""
         if "<|assistant|>" not in self.tokenizer.specials:
             refuse("this model's tokenizer has no <|assistant|> token, so it has not learnt to chat; leave out --chat.")
-        kept = messages if messages[0]["role"] == "system" else [*self.opening, *messages]
-        ids, cut = self.render(kept), False
-        first = 1 if kept[0]["role"] == "system" else 0
-        while len(ids) > self.longest and len(kept) > first + 1:
-            kept, cut = [*kept[:first], *kept[first + 2:]], True
-            ids = self.render(kept)
+        system, turns = [], messages
+        if messages[0]["role"] == "system":
+            system, turns = messages[:1], messages[1:]
+        elif self.config.system:
+            system = [{"role": "system", "content": self.config.system}]
+        ids, cut = self.render(system + turns), False
+        while len(ids) > self.longest and len(turns) > 1:
+            turns, cut = turns[2:], True
+            ids = self.render(system + turns)
         if len(ids) > self.longest:
-            content = self.tokenizer.encode(kept[-1]["content"])[len(ids) - self.longest:]
-            ids, cut = self.render([*kept[:-1], {"role": "user", "content": self.tokenizer.decode(content)}]), True
+            rest = self.tokenizer.encode(turns[0]["content"])[len(ids) - self.longest:]
+            # Half a character at the cut would be spelt with more tokens than it was.
+            rest = self.tokenizer.decode(rest).lstrip("\ufffd")
+            ids, cut = self.render([*system, {"role": "user", "content": rest}]), True
         return ids[-(self.context - 1):], cut
 
     def render(self, messages):
@@ -131,38 +140,36 @@ def note(text):
 
 
 def conversation(speaker):
-    """The chat loop: reads questions until the input ends."""
+    """The chat loop: reads questions until the input ends, or Ctrl-C."""
     messages = []
-    while True:
-        try:
+    try:
+        while True:
             question = input("\nyou> ")
-        except (EOFError, KeyboardInterrupt):
-            return print()
-        if not question.strip():
-            messages = []
-            note("a new conversation")
-            continue
-        messages.append({"role": "user", "content": question})
-        print("model> ", end="", flush=True)
-        messages.append({"role": "assistant", "content": speaker.speak(*speaker.chat_prompt(messages))})
+            if question.strip():
+                messages.append({"role": "user", "content": question})
+                print("model> ", end="", flush=True)
+                messages.append({"role": "assistant", "content": speaker.speak(*speaker.chat_prompt(messages))})
+            else:
+                messages = []
+                note("a new conversation")
+    except (EOFError, KeyboardInterrupt):
+        print()
+
+
+def wrong_entry(entry):
+    """What is wrong with one line of a file of prompts."""
+    if "messages" in entry:
+        return wrong_messages(entry, "messages", last="user")
+    return [] if isinstance(entry.get("prompt"), str) else ['expected "prompt" with a text, or "messages"']
 
 
 def batch(config, speaker):
     """Answers the prompts of a file, batch_size at a time, in order."""
-    def wrong(entry):
-        if "messages" in entry:
-            return wrong_messages(entry, "messages", last="user")
-        return [] if isinstance(entry.get("prompt"), str) else ['expected "prompt" with a text, or "messages"']
-
-    def prompt_of(entry):
-        if config.chat or "messages" in entry:
-            return speaker.chat_prompt(entry.get("messages") or [{"role": "user", "content": entry["prompt"]}])
-        return speaker.text_prompt(entry["prompt"])
-
-    entries, cuts = read_lines(config.file, wrong), 0
+    entries, cuts = read_lines(config.file, wrong_entry), 0
     for start in range(0, len(entries), config.batch_size):
         part = entries[start:start + config.batch_size]
-        prompts = [prompt_of(entry) for entry in part]
+        prompts = [speaker.chat_prompt(entry["messages"]) if "messages" in entry else speaker.prompt(entry["prompt"])
+                   for entry in part]
         result = speaker.answer([ids for ids, _ in prompts], seed=start)
         for entry, (_, cut), ids, stopped in zip(part, prompts, result.ids, result.stopped):
             answer = {"completion": speaker.tokenizer.decode(ids), "tokens": len(ids), "stopped": stopped, "cut": cut}
@@ -190,11 +197,9 @@ def main(config):
         batch(config, speaker)
     elif config.chat and not config.prompt:
         conversation(speaker)
-    elif config.chat:
-        speaker.speak(*speaker.chat_prompt([{"role": "user", "content": config.prompt}]))
     else:
-        print(printable(config.prompt), end="", flush=True)
-        speaker.speak(*speaker.text_prompt(config.prompt))
+        print("" if config.chat else printable(config.prompt), end="", flush=True)
+        speaker.speak(*speaker.prompt(config.prompt))
 
 
 if __name__ == "__main__":

@@ -15,36 +15,30 @@ class Generation:
 
 @torch.inference_mode()
 def generate(model, prompts, max_new_tokens, stop_ids, temperature=1.0, top_k=0, top_p=1.0, seed=0, on_token=None):
-    """Continues each prompt (a list of token ids, of any length) until a stop token, max_new_tokens, or the end of the context.
+    """Continues each prompt, a list of token ids, until a stop token, max_new_tokens, or the end of the context.
 
-    temperature 0 is greedy. top_k keeps the k likeliest tokens (0, or more than there are: all), top_p the likeliest that
-    together reach that probability. on_token(row, id) is called as tokens come. A prompt longer than the context keeps its
-    last block_size - 1 tokens; generation ends where the context does (stopped is False then). -> Generation"""
+    temperature 0 is greedy. top_k keeps the k likeliest tokens (0, or more than there are: all), top_p the likeliest
+    that together reach that probability. on_token(row, id) is called as tokens come. A prompt longer than the context
+    keeps its last block_size - 1 tokens; where the context ends, `stopped` is False. -> Generation"""
     if not prompts:
         return Generation([], [], [])
     if any(not prompt for prompt in prompts):
         raise ValueError("a prompt needs at least one token: begin with BOS")
     was_training = model.training
     model.eval()                                                           # dropout would make it another model
-    device, dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
-    context = model.config.block_size
+    device, context = model.lm_head.weight.device, model.config.block_size
     prompts = [prompt[-(context - 1):] for prompt in prompts]
     longest = max(map(len, prompts))
     room = min(longest + max_new_tokens, context + longest)
     generator = torch.Generator(device=device).manual_seed(seed)
 
     # Prompts stand right-aligned, padded on the left, so that the newest token is the last column of every row.
-    rows = len(prompts)
-    ids = torch.zeros(rows, longest, dtype=torch.long)
-    mask = torch.ones(rows, room, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt):] = torch.tensor(prompt)
-        mask[row, :longest - len(prompt)] = False
-    mask = mask.to(device)
-    cache = KVCache(model.config, rows, room, device, dtype)
-    out = Generation([[] for _ in prompts], [[] for _ in prompts], [False] * rows)
-    alive = list(range(rows))                                              # which prompt each row of the batch is
-    new = ids.to(device)
+    padding = [longest - len(prompt) for prompt in prompts]
+    new = torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, prompts)], device=device)
+    mask = torch.arange(room, device=device) >= torch.tensor(padding, device=device)[:, None]      # (rows, room)
+    cache = KVCache(model.config, len(prompts), room, device, model.lm_head.weight.dtype)
+    out = Generation([[] for _ in prompts], [[] for _ in prompts], [False] * len(prompts))
+    alive = list(range(len(prompts)))                                      # which prompt each row of the batch is
     for _ in range(max_new_tokens):
         seen = cache.length + new.size(1)
         hidden = model.hidden(new, mask=mask[:, :seen], cache=cache)
@@ -72,7 +66,7 @@ def generate(model, prompts, max_new_tokens, stop_ids, temperature=1.0, top_k=0,
 
 
 def pick(logits, temperature, top_k, top_p, generator):
-    """One token per row.   logits (rows, V) fp32 -> chosen (rows,), its log-probability before top_k and top_p (rows,)"""
+    """One token per row. logits (rows, V) fp32 -> chosen (rows,), its log-probability before top_k and top_p (rows,)"""
     if temperature == 0:
         chosen = logits.argmax(-1)
         return chosen, logits.log_softmax(-1).gather(-1, chosen[:, None]).squeeze(-1)

@@ -22,7 +22,6 @@ import unicodedata
 import numpy as np
 
 NGRAM = 5
-WORD = re.compile(r"\w+")
 ACCENTS = re.compile("[\u0300-\u036f]")
 SHINGLES_AT_ONCE = 4096       # bounds memory: a book of a million words times 128 hashes would be half a gigabyte
 MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -35,10 +34,8 @@ def text_hash(text):
 
 def words_of(text):
     """Words as they count for resemblance: no case, accents or punctuation, every digit a 0."""
-    text = text.lower()
-    if not text.isascii():
-        text = ACCENTS.sub("", unicodedata.normalize("NFKD", text))
-    return WORD.findall(re.sub(r"\d", "0", text))
+    text = ACCENTS.sub("", unicodedata.normalize("NFKD", text.lower()))
+    return re.findall(r"\w+", re.sub(r"\d", "0", text))
 
 
 @functools.lru_cache(maxsize=1 << 20)
@@ -134,13 +131,11 @@ PARAGRAPH_BREAK = "\n\n"       # a blank line, of which normalised text has at m
 
 def paragraph_hashes(text, min_chars):
     """(n, 2) uint64: for each paragraph of a text its hash, 0 for one of fewer than `min_chars` characters, and its
-    length in characters. Without case, accents, punctuation and the values of digits, as in CCNet. min_chars 0: (0, 2)."""
+    length in characters. Without case, accents, punctuation and the values of digits, as in CCNet. min_chars 0: none."""
     rows = []
     for paragraph in text.split(PARAGRAPH_BREAK) if min_chars else ():
-        key = 0
-        if len(paragraph) >= min_chars:
-            key = int.from_bytes(text_hash(" ".join(words_of(paragraph)) or paragraph)[:8], "little")
-        rows.append((key, len(paragraph)))
+        key = text_hash(" ".join(words_of(paragraph)) or paragraph)[:8] if len(paragraph) >= min_chars else b""
+        rows.append((int.from_bytes(key, "little"), len(paragraph)))
     return np.array(rows, dtype=np.uint64).reshape(-1, 2)
 
 
@@ -152,9 +147,8 @@ def repeated(paragraphs, counts, kept):
     again = np.zeros(len(paragraphs), dtype=bool)
     judged = np.flatnonzero(np.repeat(kept, counts) & (paragraphs[:, 0] != 0))
     _, first = np.unique(paragraphs[judged, 0], return_index=True)
-    again[judged] = True
-    again[judged[first]] = False
+    again[np.delete(judged, first)] = True
     borders = np.cumsum(counts)[:-1]
-    sizes = np.split(np.where(again, 0, paragraphs[:, 1] + np.uint64(len(PARAGRAPH_BREAK))).astype(np.int64), borders)
-    left = np.array([max(0, int(size.sum()) - len(PARAGRAPH_BREAK)) for size in sizes])
-    return np.split(again, borders), left
+    sizes = np.where(again, 0, paragraphs[:, 1].astype(np.int64) + len(PARAGRAPH_BREAK))
+    left = [max(0, size.sum() - len(PARAGRAPH_BREAK)) for size in np.split(sizes, borders)]
+    return np.split(again, borders), np.array(left)

@@ -43,8 +43,7 @@ def decoded(page, settings):
     page["text"], page["decoded_by"], codec = decode(body, page.get("charset", ""), page["kind"] == "html")
     # ASCII is the same in every declared charset, so its label is never wrong enough to matter.
     page["mislabelled"] = bool(page.get("charset")) and codec_of(page["charset"]) != codec and not body.isascii()
-    share = page["text"].count("\ufffd") / max(1, len(page["text"]))
-    page["measures"]["replacement_share"] = share
+    share = page["measures"]["replacement_share"] = page["text"].count("\ufffd") / max(1, len(page["text"]))
     return "undecodable" if share > settings["max_replacement"] else None
 
 
@@ -84,16 +83,14 @@ def language(page, settings):
 
 def entropy(page, settings):
     """Bits per character of the distribution of characters: stops "aaaa" and "-----", English has 4.2 to 5.1."""
-    counts = np.array(list(Counter(page["text"]).values()), dtype=np.float64)
+    counts = np.array(list(Counter(page["text"]).values()))
     shares = counts / counts.sum()
-    bits = float(-(shares * np.log2(shares)).sum())
-    page["measures"]["entropy"] = bits
+    bits = page["measures"]["entropy"] = float(-(shares * np.log2(shares)).sum())
     return "low_entropy" if bits < settings["min_entropy"] else None
 
 
 def ascii_share(page, settings):
-    share = len(page["text"].encode("ascii", "ignore")) / len(page["text"])
-    page["measures"]["ascii_share"] = share
+    share = page["measures"]["ascii_share"] = len(page["text"].encode("ascii", "ignore")) / len(page["text"])
     return "low_ascii" if share < settings["min_ascii"] else None
 
 
@@ -146,26 +143,21 @@ def gopher_repetition(page, settings):
         if characters / sum(map(len, parts)) > 0.20:
             return f"gopher_{name}_characters"
     words = text.split()
-    numbers = {word: number for number, word in enumerate(dict.fromkeys(words))}
-    ids = np.array([numbers[word] for word in words])
-    sizes = np.array([len(word) for word in words])
-    ends = np.concatenate([[0], np.cumsum(sizes)])
-    grams = ids
+    size = sum(map(len, words))
     for n in range(2, min(10, len(words)) + 1):
-        # The n-gram at i is the pair (the (n-1)-gram at i, the word at i+n-1), renumbered to stay small.
-        pairs = grams[:-1] * len(numbers) + ids[n - 1:]
-        _, first, grams, counts = np.unique(pairs, return_index=True, return_inverse=True, return_counts=True)
-        lengths = ends[n:] - ends[:-n]
+        grams = list(zip(*(words[start:] for start in range(n))))
         if n in TOP_NGRAMS:
-            weights = np.where(counts > 1, counts * lengths[first], 0)
-            if weights.max() / ends[-1] > TOP_NGRAMS[n]:
+            top = max((count * len("".join(gram)) for gram, count in Counter(grams).items() if count > 1), default=0)
+            if top / size > TOP_NGRAMS[n]:
                 return f"gopher_top_{n}gram"
-        elif n in REPEATED_NGRAMS:
+        else:
             # The words covered by the second and later occurrences of an n-gram, each counted once.
-            again = np.ones(len(grams), dtype=bool)
-            again[first] = False
-            covered = np.convolve(again, np.ones(n, dtype=int)) > 0
-            if sizes[covered].sum() / ends[-1] > REPEATED_NGRAMS[n]:
+            seen, covered = set(), set()
+            for start, gram in enumerate(grams):
+                if gram in seen:
+                    covered.update(range(start, start + n))
+                seen.add(gram)
+            if sum(len(words[place]) for place in covered) / size > REPEATED_NGRAMS[n]:
                 return f"gopher_repeated_{n}gram"
     return None
 

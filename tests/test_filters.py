@@ -258,7 +258,7 @@ def test_gopher_repetition(text, reason):
 
 
 def test_repeated_ngrams_against_a_slow_count():
-    """The vectorised shares are those of a count by hand, on texts with many repetitions."""
+    """The shares are those of a count by hand, on texts with many repetitions."""
     import random
     from collections import Counter
     for seed in range(200):

@@ -89,8 +89,16 @@ def test_a_conversation_keeps_what_was_said(ask, folder, monkeypatch):
     second = greedy(folder, render(tokenizer, messages, open_assistant=True)[0], 6)
     said = [part.split("\n\nyou> ")[0] for part in out.split("model> ")[1:]]
     assert said == [sample.printable(first), sample.printable(second), sample.printable(first)]
-    assert "a new conversation" in err
+    assert "a new conversation" in err and out.endswith("you> \n")
     assert ask("--chat=True", "--prompt=a", "--temperature=0", "--max_new_tokens=6")[0] == said[0] + "\n"
+
+
+def test_ctrl_c_in_an_answer_ends_the_conversation(ask, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
+    monkeypatch.setattr(sample, "generate", interrupted)
+    assert ask("--chat=True")[0] == "\nyou> model> \n"
 
 
 def test_a_prompt_beyond_the_context_loses_its_beginning_and_that_is_said(ask, folder):
@@ -117,6 +125,9 @@ def test_a_conversation_beyond_the_context_loses_its_oldest_turns(folder):
     ids, cut = speaker.chat_prompt([system, *old, message("user", "x" * 50 + "end?")])
     assert cut and len(ids) + 10 <= 48 and tokenizer.decode(ids).endswith("xend?") and ids[0] == tokenizer.bos_id
     assert tokenizer.decode(ids).startswith("SSSSS")
+    for count in (30, 31):                                      # where a cut falls inside a character of two bytes
+        ids, cut = speaker.chat_prompt([message("user", "é" * count + "x" * (count % 2))])
+        assert cut and len(ids) + 10 <= 48 and "\ufffd" not in tokenizer.decode(ids)
 
 
 def test_nothing_that_a_terminal_would_obey_is_printed(ask, folder, monkeypatch):
