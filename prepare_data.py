@@ -272,7 +272,7 @@ def deduplicate(parts, config):
         for document in np.flatnonzero(chosen != np.arange(len(rest))):
             kept[rest[document]] = False
             why[rest[document]] = ("near_duplicate", f"resemblance={resemblance[document]:.3f}")
-    again, lengths = repeated(paragraphs, counts, kept)
+    again, lengths = repeated(paragraphs, counts, kept, config.min_chars)
     for document in np.flatnonzero(kept & (lengths < config.min_chars)):
         if again[document].any():
             kept[document] = False
@@ -298,13 +298,15 @@ def write_documents(done, config, folder, audit):
     for number, document in enumerate(cleaned):
         size = utf8_size(document)
         reason, detail = why.get(number, (None, ""))
-        for name in DUPLICATES[:DUPLICATES.index(reason) + 1] if reason else DUPLICATES:
+        for name in DUPLICATES:
             if name == "repeated_paragraphs" and not reason and again[number].any():
                 paragraphs = zip(document["text"].split(PARAGRAPH_BREAK), again[number], strict=True)
                 document["text"] = PARAGRAPH_BREAK.join(paragraph for paragraph, out in paragraphs if not out)
                 document["length"] = len(document["text"])
             size_after = utf8_size(document)
-            judge(audit["filters"][name], document, name == reason and reason, size, size_after, detail)
+            judge(audit["filters"][name], document, reason if reason == name else None, size, size_after, detail)
+            if reason == name:
+                break
             size = size_after
         if kept[number]:
             split = "val" if held_out[number] else "train"

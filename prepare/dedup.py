@@ -139,16 +139,22 @@ def paragraph_hashes(text, min_chars):
     return np.array(rows, dtype=np.uint64).reshape(-1, 2)
 
 
-def repeated(paragraphs, counts, kept):
+def repeated(paragraphs, counts, kept, min_chars=0):
     """Which paragraphs stood before: in a kept document that came earlier, or further up in the same one.
 
-    paragraphs (P, 2) as above, of all documents in order; counts (documents,): how many each has; kept: bool.
+    paragraphs (P, 2) as above, of all documents in order; counts (documents,): how many each has; kept: bool. One pass
+    in this order. A document that has less than min_chars left without them is going to be dropped, so what it was the
+    first to have counts as new where it stands next.
     -> a list of bool arrays, one for each document, and the characters that each has left without those paragraphs"""
-    again = np.zeros(len(paragraphs), dtype=bool)
-    judged = np.flatnonzero(np.repeat(kept, counts) & (paragraphs[:, 0] != 0))
-    _, first = np.unique(paragraphs[judged, 0], return_index=True)
-    again[np.delete(judged, first)] = True
-    borders = np.cumsum(counts)[:-1]
-    sizes = np.where(again, 0, paragraphs[:, 1].astype(np.int64) + len(PARAGRAPH_BREAK))
-    left = [max(0, size.sum() - len(PARAGRAPH_BREAK)) for size in np.split(sizes, borders)]
-    return np.split(again, borders), np.array(left)
+    before, again, left = set(), [], []
+    for rows, judged in zip(np.split(paragraphs, np.cumsum(counts)[:-1]), kept):
+        here, out = set(), np.zeros(len(rows), dtype=bool)
+        for place, key in enumerate(rows[:, 0].tolist() if judged else ()):
+            out[place] = key != 0 and (key in before or key in here)
+            here.add(key)
+        lengths = rows[~out, 1].astype(np.int64)
+        left.append(max(0, lengths.sum() + len(PARAGRAPH_BREAK) * (len(lengths) - 1)))
+        again.append(out)
+        if left[-1] >= min_chars or not out.any():
+            before |= here
+    return again, np.array(left)

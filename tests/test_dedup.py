@@ -173,6 +173,14 @@ def test_paragraphs_are_kept_where_they_stand_first_in_what_is_kept():
         assert size == len("\n\n".join(part for part, out in zip(text.split("\n\n"), flags) if not out))
 
 
+def test_what_a_page_that_goes_had_first_stays_where_it_stands_next():
+    a, b, c = (text_of(seed, 8) for seed in (1, 2, 3))
+    rows = [paragraph_hashes(text, 20) for text in (a, f"{a}\n\n{b}", f"{b}\n\n{c}", f"{b}\n\n{c}\n\n{a}")]
+    again, left = repeated(np.concatenate(rows), np.array([1, 2, 2, 3]), np.ones(4, dtype=bool), len(b) + 1)
+    assert [flags.tolist() for flags in again] == [[False], [True, False], [False, False], [True] * 3]
+    assert left.tolist() == [len(a), len(b), len(b) + 2 + len(c), 0]
+
+
 def test_digits_in_paragraphs_count_as_zeros_and_those_without_words_by_themselves():
     keys = [int(paragraph_hashes(text, 1)[0, 0]) for text in ("Chapter 17, page 4", "chapter 22 page 9!", "chapter 2",
                                                               "-----", "=====", "-----")]
