@@ -154,6 +154,15 @@ def test_the_first_candidate_need_not_be_the_right_one():
     assert chosen.tolist() == [0, 1, 1] and resemblance[2] == 1 - ROWS / (BANDS * ROWS)
 
 
+def test_the_earliest_that_is_close_enough_represents_not_the_closest():
+    third = np.random.default_rng(1).integers(0, 1 << 32, BANDS * ROWS, dtype=np.uint32)
+    first, second = third.copy(), third.copy()
+    first[:16] += 1                                                           # agrees in 112 of 128: 0.875
+    second[-10:] += 1                                                         # in 118, but with the first in 102 only
+    for threshold, chosen in ((0.85, 0), (0.875, 0), (0.876, 1)):
+        assert representatives(np.array([first, second, third]), BANDS, threshold)[0].tolist() == [0, 1, chosen]
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Paragraphs
 

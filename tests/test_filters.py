@@ -64,6 +64,7 @@ TEXT = "Zoë's café — “naïve” résumé"
     ("北へ行く電車はその朝ほとんど一時間遅れて到着しました。①".encode("cp932"), "shift_jis", "http", "①"),
     (("北へ行く電車はその朝ほとんど一時間遅れて到着しました。" * 9).encode("euc_jp"), "", "detected", "電車"),
     (b'<meta charset="utf-16">' + TEXT.encode(), "", "utf-8", TEXT),
+    (b'<meta charset="utf-16">' + (TEXT * 9).encode("cp1252"), "", "detected", TEXT),       # even length: would decode
 ])
 def test_charsets_in_the_order_that_loses_least(body, http, how, text):
     decoded, by, codec = decode(body, http, is_html=True)
@@ -191,6 +192,7 @@ def test_the_window_finds_the_prose_among_names_and_code():
     assert language_of(menu + "\n" + PROSE * 3 + "\n" + menu)[0] == "en"
     assert "committee met on tuesday" in language_window(menu + "\n" + PROSE * 3 + "\n" + menu)
     assert len(language_window(PROSE * 1000)) <= 1024
+    assert language_window("we went\nthe people of the town\nwere glad") == "we went the people of the town were glad"
     assert "".join(short_lines("x" * 250, 100)) == "x" * 250 and list(short_lines("", 100)) == []
     assert [len(piece) <= 100 for piece in short_lines(PROSE, 100)] == [True] * len(list(short_lines(PROSE, 100)))
 
@@ -238,6 +240,7 @@ GOOD = prose("alder")
     ("\n".join("there is more and more and more of the same thing here " + word + "..." for word in GOOD.split()[:60]),
      "gopher_line_ellipses"),
     (GOOD + " 1234 5678" * 60, "gopher_letters"), ("Katze Hund Maus Vogel Pferd " * 20, "gopher_stop_words"),
+    ("Katze Hund the Vogel Pferd " * 20, "gopher_stop_words"), ("Katze Hund the and Pferd " * 20, None),
 ])
 def test_gopher_quality(text, reason):
     assert run(filters.gopher_quality, text=text)[0] == reason
@@ -249,9 +252,11 @@ def test_gopher_quality(text, reason):
      + "\n\n".join(f"Paragraph {n}." for n in range(8)), "gopher_line_characters"),
     (" ".join(f"again and {word}" for word in GOOD.split()[:50]), "gopher_top_2gram"),
     (GOOD + " " + " ".join(GOOD.split()[:40]), "gopher_repeated_5gram"),
+    (" ".join(f"w{n}" for n in (*range(10, 66), *range(10, 15), *range(40, 45))), "gopher_repeated_5gram"),   # 10 of 66
+    (" ".join(f"w{n}" for n in (*range(10, 67), *range(10, 15), *range(40, 45))), None),                      # 10 of 67
 ])
 def test_gopher_repetition(text, reason):
-    if reason == "gopher_repeated_5gram":
+    if text.startswith(GOOD):
         text = " ".join(f"{word}{number}" for number, word in enumerate(GOOD.split()[:100]))
         text += " " + " ".join(text.split()[:25])                               # 25 of 125 words occur again: 0.2 of it
     assert run(filters.gopher_repetition, text=text)[0] == reason
