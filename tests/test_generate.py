@@ -83,6 +83,9 @@ def test_prompts_longer_than_the_context_and_generation_to_its_end(model):
     out = generate(model, [long, [1, 2, 3]], 10, set(), temperature=0)
     assert len(out.ids[0]) == 1 and not out.stopped[0]         # the last context - 1 tokens were kept: room for one
     assert out.ids[0] == slow_greedy(model, long[-(context - 1):], 1)
+    with torch.no_grad():
+        expected = model(torch.tensor([long[-(context - 1):]]))[0, -1].log_softmax(-1).max().item()
+    assert out.logprobs[0] == pytest.approx([expected], abs=1e-5)
     assert out.ids[1] == slow_greedy(model, [1, 2, 3], 10)
     assert len(generate(model, [[1, 2]], 500, set(), temperature=0).ids[0]) == context - 2
 

@@ -59,6 +59,14 @@ def test_top_k_larger_than_the_vocabulary_and_seeds(ask):
     assert ask(*words, "--top_p=0.0000001")[0] == ask(*words, "--temperature=0")[0]
 
 
+def test_the_furthest_stage_with_a_checkpoint_speaks(tmp_path):
+    config = configure(vars(sample), [f"--out_dir={tmp_path}"])
+    (tmp_path / "ppo").mkdir()                                  # begun, but without a checkpoint
+    for stage in ("pretrain", "sft", "ppo"):
+        (tmp_path / stage / "step_00000001").mkdir(parents=True)
+        assert sample.find_model(config) == tmp_path / stage
+
+
 def test_nothing_to_begin_with_is_bos_alone(ask):
     assert len(ask("--max_new_tokens=5")[0]) > 1
 
@@ -77,6 +85,9 @@ def test_a_file_of_messages_prompts_and_lines(ask, folder, tmp_path):
         assert {key: line[key] for key in entry} == entry and line["cut"] is False
         assert line["completion"] == greedy(folder, ids, 10) and line["tokens"] <= 10
         assert line["stopped"] or line["tokens"] == 10
+    path.write_text('{"prompt": "hello"}\n' * 2)
+    one, two = (json.loads(line) for line in ask(f"--file={path}", "--temperature=3.0", "--batch_size=1")[0].splitlines())
+    assert one["completion"] != two["completion"]               # each batch draws from a seed of its own
 
 
 def test_a_conversation_keeps_what_was_said(ask, folder, monkeypatch):
@@ -90,7 +101,11 @@ def test_a_conversation_keeps_what_was_said(ask, folder, monkeypatch):
     said = [part.split("\n\nyou> ")[0] for part in out.split("model> ")[1:]]
     assert said == [sample.printable(first), sample.printable(second), sample.printable(first)]
     assert "a new conversation" in err and out.endswith("you> \n")
-    assert ask("--chat=True", "--prompt=a", "--temperature=0", "--max_new_tokens=6")[0] == said[0] + "\n"
+    words = "--chat=True", "--prompt=a", "--temperature=0", "--max_new_tokens=6"
+    assert ask(*words)[0] == said[0] + "\n"
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "a"}]
+    expected = greedy(folder, render(tokenizer, messages, open_assistant=True)[0], 6)
+    assert ask(*words, "--system=S")[0] == sample.printable(expected) + "\n"
 
 
 def test_ctrl_c_in_an_answer_ends_the_conversation(ask, monkeypatch):
@@ -108,6 +123,9 @@ def test_a_prompt_beyond_the_context_loses_its_beginning_and_that_is_said(ask, f
     ids, cut = speaker.text_prompt(text)
     assert cut and ids == [tokenizer.bos_id, *tokenizer.encode(text[-37:])] and len(ids) + 10 == 48
     assert speaker.text_prompt(text[:37]) == ([tokenizer.bos_id, *tokenizer.encode(text[:37])], False)
+    assert speaker.text_prompt(text[:38])[1]
+    long = sample.Speaker(configure(vars(sample), ["--max_new_tokens=1000"]), model, tokenizer)
+    assert long.text_prompt(text) == ([tokenizer.bos_id, *tokenizer.encode(text[-23:])], True)     # half of the context
     assert "its beginning was left out" in ask(f"--prompt={text}", "--max_new_tokens=10")[1]
     _, err = ask("--prompt=abc", "--temperature=0", "--max_new_tokens=1000")     # a stop would be said otherwise
     assert "the context's end" in err or "max_new_tokens" not in err
@@ -122,6 +140,8 @@ def test_a_conversation_beyond_the_context_loses_its_oldest_turns(folder):
                                 [message("user", "3" * 6), message("assistant", "4" * 5)], message("user", "5" * 5))
     assert speaker.chat_prompt([system, *newer, last]) == (speaker.render([system, *newer, last]), False)
     assert speaker.chat_prompt([system, *old, *newer, last]) == (speaker.render([system, *newer, last]), True)
+    short = [message("user", "1" * 5), message("assistant", "2" * 5)]           # too long by one: both go, or none
+    assert speaker.chat_prompt([system, *short, *newer, last]) == (speaker.render([system, *newer, last]), True)
     ids, cut = speaker.chat_prompt([system, *old, message("user", "x" * 50 + "end?")])
     assert cut and len(ids) + 10 <= 48 and tokenizer.decode(ids).endswith("xend?") and ids[0] == tokenizer.bos_id
     assert tokenizer.decode(ids).startswith("SSSSS")
@@ -132,7 +152,7 @@ def test_a_conversation_beyond_the_context_loses_its_oldest_turns(folder):
 
 def test_nothing_that_a_terminal_would_obey_is_printed(ask, folder, monkeypatch):
     _, tokenizer = load_model(folder)
-    escape = tokenizer.encode("\x1b]0;owned\x07\x1b[2Jfine")
+    escape = tokenizer.encode("\x1b]0;owned\x07\x1b[2Jfine café")     # and two tokens that are one letter
 
     def wicked(model, prompts, max_new_tokens, stop, temperature, top_k, top_p, seed, on_token):
         for id in escape:
@@ -141,7 +161,7 @@ def test_nothing_that_a_terminal_would_obey_is_printed(ask, folder, monkeypatch)
     sample_result = generate(load_model(folder)[0], [[1]], 1, set())
     monkeypatch.setattr(sample, "generate", wicked)
     out, _ = ask("--prompt=\x1b[31mred")
-    assert "\x1b" not in out and "\x07" not in out and out.startswith("red") and "fine" in out
+    assert "\x1b" not in out and "\x07" not in out and out.startswith("red") and "fine café" in out
 
 
 def test_wrong_settings_are_named_together(folder, capsys, tmp_path):
