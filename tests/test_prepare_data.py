@@ -20,6 +20,7 @@ from archives import html, http, members, prose, record, response
 from configurator import configure
 from engine.shards import TokenData, read_documents
 from engine.tokenizer import PATTERNS, SPECIAL_TOKENS, Tokenizer
+from prepare import audit
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -129,6 +130,28 @@ def test_the_waterfall_adds_up(tmp_path, inputs):
     assert audit["histograms"]["language_score"]["threshold"] == {"language_threshold": 0.995}
 
 
+def test_audits_add_up_in_any_order_and_rare_hosts_are_summed():
+    def audit_of(numbers):
+        made = audit.empty_audit(["f"])
+        for number in numbers:                                              # hosts 0 to 29 twice, 30 to 59 once
+            page = {"url": f"http://user@H{number % 60}.example:80/{number}", "text": "t"}
+            audit.judge(made["filters"]["f"], page, "reason", 10, 0)
+            audit.tally(made["notes"], "note", page, 3)
+            audit.measure(made, {"language_score": 1.0, "log10_characters": 0.0, "entropy": 99.0})
+        return made
+
+    parts = [audit_of(range(40)), audit_of(range(40, 42)), audit_of(range(42, 90))]
+    for order in (parts, parts[::-1]):
+        whole = audit.empty_audit(["f"])
+        for part in order:
+            audit.add(whole, part)
+        assert whole == audit_of(range(90))
+    done = audit.finished(whole, {key: 0.5 for key, _, _ in audit.HISTOGRAMS.values()})
+    hosts = done["filters"]["f"]["reasons"]["reason"]["hosts"]
+    assert len(hosts) == 51 and hosts["h7.example"] == 2 and hosts["other"] == 10 and sum(hosts.values()) == 90
+    assert done["histograms"]["entropy"]["counts"][-1] == done["histograms"]["log10_characters"]["counts"][0] == 90
+
+
 def test_r30_d28_duplicates_over_all_files(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
@@ -232,6 +255,12 @@ def test_few_pages_still_give_one_held_out_and_none_only_on_demand(tmp_path):
     assert len(list(read_documents(tmp_path / "d", "val"))) == 1
     run(tmp_path / "d", tmp_path / "a.jsonl", "--val_fraction=0")
     assert len(list(read_documents(tmp_path / "d", "val"))) == 0
+    # The page that is lowest of all is a copy, which is not there.
+    urls = sorted((f"http://a.example/{n}" for n in range(20)), key=lambda url: prepare_data.place({"url": url}, ()))
+    lines = [{"text": prose(name), "url": url} for name, url in (("fir", urls[9]), ("fir", urls[0]), ("elder", urls[5]))]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run(tmp_path / "d", tmp_path / "a.jsonl", "--val_fraction=0.000001")
+    assert [document["url"] for document in read_documents(tmp_path / "d", "val")] == [urls[5]]
 
 
 def test_a_full_file_of_documents_is_followed_by_another(tmp_path, monkeypatch):
