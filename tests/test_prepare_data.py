@@ -148,6 +148,7 @@ def test_audits_add_up_in_any_order_and_rare_hosts_are_summed():
         assert whole == audit_of(range(90))
     done = audit.finished(whole, {key: 0.5 for key, _, _ in audit.HISTOGRAMS.values()})
     hosts = done["filters"]["f"]["reasons"]["reason"]["hosts"]
+    assert len(done["filters"]["f"]["reasons"]["reason"]["examples"]) == 5
     assert len(hosts) == 51 and hosts["h7.example"] == 2 and hosts["other"] == 10 and sum(hosts.values()) == 90
     assert done["histograms"]["entropy"]["counts"][-1] == done["histograms"]["log10_characters"]["counts"][0] == 90
 
@@ -366,6 +367,30 @@ def test_while_one_is_rewritten_no_reader_takes_the_old(tmp_path, inputs, byte_t
     with pytest.raises(SystemExit):
         TokenData(tmp_path / "d" / "tokens", "train") if step == "write_index" else documents(tmp_path / "d")
     assert not (tmp_path / "d" / ("tokens/index.json" if step == "write_index" else "audit.json")).exists()
+
+
+def test_an_input_that_is_half_cleaned_does_not_count_as_cleaned(tmp_path, inputs, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare_data.np, "savez", stop)
+        run(tmp_path / "d", inputs)
+    assert not list((tmp_path / "d" / "work").glob("*.json"))
+    run(tmp_path / "d", inputs)
+    assert len(documents(tmp_path / "d")) == 12
+
+
+def test_every_change_to_the_program_counts(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "prepare", tmp_path / "prepare")
+    shutil.copy(ROOT / "prepare_data.py", tmp_path)
+    monkeypatch.setattr(prepare_data, "__file__", str(tmp_path / "prepare_data.py"))
+    seen = {prepare_data.program_hash()}
+    for name in ("prepare_data.py", "prepare/text.py", "prepare/warc.py"):
+        with open(tmp_path / name, "a") as file:
+            file.write("# changed\n")
+        seen.add(prepare_data.program_hash())
+    monkeypatch.setattr(prepare_data.importlib.metadata, "version", lambda name: "next")
+    assert len(seen | {prepare_data.program_hash()}) == 5
 
 
 def test_a_tokenizer_without_bos_is_refused(tmp_path, inputs, byte_tokenizer, capsys):
