@@ -29,7 +29,7 @@ def empty_audit(names):
 
 
 def judge(stage, page, reason, size, size_after, detail=""):
-    """Count a page of `size` bytes in the entry of one filter: dropped for `reason`, or let through with `size_after`."""
+    """Count a page of `size` bytes in a filter's entry: dropped for `reason`, or let through with `size_after`."""
     stage["documents_in"] += 1
     stage["bytes_in"] += size
     if reason:
