@@ -162,8 +162,49 @@ def gopher_repetition(page, settings):
     return None
 
 
+POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
+
+
+def c4(page, settings):
+    """Raffel et al. 2020 in the reference's own constants (tensorflow_datasets c4_utils): 5 words a line, 3 sentences.
+
+    Drops lines, then judges what is left. (datatrove has swapped the two numbers.)
+    """
+    lowered = page["text"].lower()
+    if "lorem ipsum" in lowered:
+        return "c4_lorem_ipsum"
+    if "{" in lowered:
+        return "c4_brace"
+    kept = []
+    for line in page["text"].split("\n"):
+        line = line.strip()
+        if not line.endswith((".", "?", "!", '"')) or line.endswith("..."):
+            continue
+        if len(line.split()) < 5 or max(map(len, line.split())) > 1000:
+            continue
+        if "javascript" in line.lower() or any(phrase in line.lower() for phrase in POLICY):
+            continue
+        kept.append(line)
+    page["text"] = "\n".join(kept)
+    return "c4_sentences" if len(re.findall(r"[.?!]+[\"')]*(?:\s|$)", page["text"])) < 3 else None
+
+
+def fineweb(page, settings):
+    """Penedo et al. 2024 (arXiv 2406.17557, 3.6), with the paper's 0.1 for repeated lines (their code has 0.01)."""
+    lines = [line for line in page["text"].split("\n") if line.strip()]
+    words = page["text"].split()
+    if sum(line.rstrip().endswith((".", "?", "!", '"', "'")) for line in lines) / len(lines) < 0.12:
+        return "fineweb_line_ends"
+    if sum(len(line) <= 30 for line in lines) / len(lines) > 0.67:
+        return "fineweb_short_lines"
+    repeated = sum((count - 1) * len(line) for line, count in Counter(lines).items())
+    if repeated / sum(map(len, lines)) > 0.1:
+        return "fineweb_repeated_lines"
+    return "fineweb_newlines" if page["text"].count("\n") / len(words) > 0.3 else None
+
+
 FILTERS = (readable, protocol, decoded, extracted, normalised, length, language, entropy, ascii_share)
-RULES = {"gopher_quality": gopher_quality, "gopher_repetition": gopher_repetition}
+RULES = {rule.__name__: rule for rule in (gopher_quality, gopher_repetition, c4, fineweb)}
 
 # What each threshold is compared with, for the audit's histograms: measure -> (config key, lowest, highest).
 HISTOGRAMS = {

@@ -289,3 +289,26 @@ def test_repeated_ngrams_against_a_slow_count():
                     expected = f"gopher_repeated_{n}gram"
                     break
         assert run(filters.gopher_repetition, text=" ".join(words))[0] == expected, seed
+
+
+@pytest.mark.parametrize("text, reason, left", [
+    (PROSE.replace(". ", ".\n"), None, 3), (PROSE + "Lorem ipsum dolor.", "c4_lorem_ipsum", None),
+    (PROSE + "{", "c4_brace", None), ("One sentence that is long enough to be kept.", "c4_sentences", None),
+    (PROSE.replace(". ", ".\n") + "Too short.\nNo mark at the end of this longer line\n"
+     "And this one trails off like that...\nPlease enable JavaScript to see this page.\n"
+     "We value you, see our privacy policy for more.\n", None, 3),
+])
+def test_c4(text, reason, left):
+    found, item = run(filters.c4, text=text)
+    assert found == reason and (left is None or len(item["text"].split("\n")) == left)
+
+
+@pytest.mark.parametrize("text, reason", [
+    (PROSE.replace(". ", ".\n"), None),
+    ("A long line without any mark at its end, many words\nanother one here", "fineweb_line_ends"),
+    ("Short.\nAlso short.\nTiny.\n" + PROSE, "fineweb_short_lines"),
+    ("This is a line of more than thirty letters.\n" * 3 + PROSE, "fineweb_repeated_lines"),
+    ("\n".join(f"Thirtyoneormoreletters{n}inthisword. yes." for n in "abcdef"), "fineweb_newlines"),
+])
+def test_fineweb(text, reason):
+    assert run(filters.fineweb, text=text)[0] == reason
