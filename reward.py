@@ -33,7 +33,7 @@ from engine.files import write_json
 from engine.generate import generate
 from engine.hf import find_folder, load_model
 from engine.monitor import Monitor
-from engine.optim import adamw, clip, lr_at, set_lr
+from engine.optim import clip, lr_at, optimizers_of, set_lr
 from engine.parallel import accumulating, all_sum, barrier, finish, start, wrap
 from engine.run import open_run, refuse_once
 from engine.shards import step_blocks
@@ -52,6 +52,7 @@ epochs = 1                     # with more than one it learns the pairs by heart
 pairs_per_step = 64            # in the global batch
 micro_batch_size = 32          # pairs at once on one device
 learning_rate = 1e-4           # peak
+matrix_learning_rate = 0.0     # above 0: Muon for the layers' matrices with this peak, AdamW for the rest
 warmup_share = 0.1             # of all steps
 weight_decay = 0.01            # of matrices
 grad_clip = 1.0                # largest norm of the gradient
@@ -235,16 +236,16 @@ def main(config):
               f"{sum(p.numel() for p in model.parameters()):,} parameters on {setup.device}, {setup.dtype}")
 
     # 4. Training, from wherever the last full checkpoint stands.
-    optimizer = adamw(model, config.learning_rate, config.weight_decay)
+    optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay)
     wrapped = wrap(model, setup)
-    state = checkpoint.resume(run, {"model": model}, {"model": optimizer}, setup) or {"step": 0}
+    state = checkpoint.resume(run, {"model": model}, {"model": optimizers}, setup) or {"step": 0}
     first, before, warmup = state["step"], state.get("seconds", 0.0), int(config.warmup_share * steps)
     monitor = Monitor(run, setup, steps, first, label="reward")
     for step in range(first, steps):
-        lr = set_lr(optimizer, lr_at(step, steps, config.learning_rate, warmup, "linear", final=0.0))
+        lr = lr_at(step, steps, config.learning_rate, warmup, "linear", final=0.0)
         batch = [train[i] for i in step_blocks(step, config.pairs_per_step, len(train), config.seed)]
         micros = micro_batches(batch, setup, config.micro_batch_size)
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         sums = torch.zeros(2, device=setup.device)                         # loss, pairs ranked right
         for i, micro in enumerate(micros):
             with accumulating(wrapped, last=i == len(micros) - 1), setup.autocast():
@@ -260,14 +261,16 @@ def main(config):
         if not math.isfinite(loss + norm):
             refuse_once(setup, f"step {step}: loss {loss}, gradient norm {norm}: nothing that could be learned from. "
                         f"The last checkpoint in {run} is as it was; lower --learning_rate, or use --dtype=fp32")
-        optimizer.step()
+        for optimizer in optimizers:
+            set_lr(optimizer, lr)
+            optimizer.step()
         monitor.advance()
         if (step + 1) % config.log_every == 0 or step + 1 == steps:
             line = f"loss {loss:.4f}  ranked right {accuracy:.1%}"
             monitor.log(step + 1, line, loss=loss, accuracy=accuracy, lr=lr, grad_norm=norm)
         if (step + 1) % config.save_full == 0 and step + 1 < steps:
             facts = {"seconds": before + time.perf_counter() - started}
-            checkpoint.save_full(run, step + 1, {"model": model}, {"model": optimizer}, facts, setup)
+            checkpoint.save_full(run, step + 1, {"model": model}, {"model": optimizers}, facts, setup)
             if setup.is_main:
                 checkpoint.prune(run, "full", keep=1)
     monitor.close()

@@ -32,6 +32,13 @@ def muon(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0
     return [first, second]
 
 
+def optimizers_of(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0.95)):
+    """[AdamW], or with a matrix_learning_rate above 0 [Muon, AdamW]."""
+    if matrix_learning_rate:
+        return muon(model, learning_rate, matrix_learning_rate, weight_decay, betas)
+    return [adamw(model, learning_rate, weight_decay, betas)]
+
+
 def warmup_length(max_steps, asked=None):
     """min(2000, 0.4 % of the run) as is common, but not below 10 steps or a tenth of a short run: 0.4 % of 1000 steps
     would be 4, and Adam's second moment (beta2 = 0.95) is noise for about 20."""
