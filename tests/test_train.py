@@ -1,5 +1,9 @@
-"""train.py as a user runs it: subprocesses, real signals, exact comparisons."""
+"""train.py as a user runs it: real signals, several processes, exact comparisons."""
+import contextlib
+import io
+import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -12,6 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import train as script
+from configurator import configure
+from engine.manifest import newest, verify
 from engine.monitor import read_log
 from engine.shards import ShardWriter, write_index
 from small import ROOT, byte_tokenizer
@@ -41,17 +48,30 @@ def data(tmp_path_factory):
     return make_data(tmp_path_factory.mktemp("data"))
 
 
-def command(data, out, *extra, processes=1):
+def command(data, out, *extra, processes=1, file=ROOT / "train.py"):
     launcher = [sys.executable] if processes == 1 else [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}",
                                                           "--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
-    return [*launcher, str(ROOT / "train.py"), f"--data_dir={data}", f"--out_dir={out}", *SHAPE, *extra]
+    return [*launcher, str(file), f"--data_dir={data}", f"--out_dir={out}", *SHAPE, *extra]
 
 
-def train(data, out, *extra, processes=1, code=0):
-    done = subprocess.run(command(data, out, *extra, processes=processes), capture_output=True, text=True, timeout=300,
+def launch(*words, code=0, **kw):
+    """train.py in processes of its own; -> what it printed."""
+    done = subprocess.run(command(*words, **kw), capture_output=True, text=True, timeout=300,
                           env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def train(data, out, *extra, code=0):
+    """The same in this process, which saves its start; -> what it printed."""
+    said, ended = io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            script.main(configure(vars(script), [f"--data_dir={data}", f"--out_dir={out}", *SHAPE, *extra]))
+        except SystemExit as stop:
+            ended = stop.code
+    assert ended == code, said.getvalue()
+    return said.getvalue()
 
 
 def losses(out):
@@ -82,11 +102,12 @@ def kill_after(data, out, step, *extra):
 @pytest.mark.parametrize("mode", ["fp32 eager", "bf16 compiled", "fp32 eager, Muon"])
 def test_kill_and_resume_is_bit_identical(data, tmp_path, mode):
     """With dropout, accumulation over two micro-batches, and a kill -9 at a random step, twice."""
-    extra = ["--max_steps=24", "--save_full=5", "--save_light=0", "--dropout=0.1", "--micro_batch_size=4", "--log_every=1"]
+    extra = ["--max_steps=24", "--save_full=5", "--save_light=0", "--dropout=0.1", "--micro_batch_size=4"]
     if mode == "bf16 compiled":
         extra += ["--dtype=bf16", "--compile=True"]
     if "Muon" in mode:
         extra += ["--matrix_learning_rate=0.02"]
+    train = launch if mode == "bf16 compiled" else globals()["train"]     # what is compiled for one run is not reused for another
     train(data, tmp_path / "whole", *extra)
     rng = random.Random(time.time())
     steps = sorted(rng.sample(range(6, 23), 2))
@@ -103,7 +124,7 @@ def test_kill_and_resume_is_bit_identical(data, tmp_path, mode):
 def test_one_and_two_processes_give_the_same_losses(data, tmp_path):
     extra = ["--max_steps=8"]
     said = train(data, tmp_path / "one", *extra)
-    other = train(data, tmp_path / "two", *extra, processes=2)
+    other = launch(data, tmp_path / "two", *extra, processes=2)
     assert "256 tokens = 1 x 4 x 2 x 32" in said and "256 tokens = 2 x 2 x 2 x 32" in other
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert len(one) == 8 and max(abs(a - b) for a, b in zip(one, two)) < 1e-5
@@ -120,48 +141,68 @@ def test_any_split_into_micro_batches_is_the_same_step(data, tmp_path):
     assert max(abs(a - b) for a, b in zip(*runs.values())) < 1e-6
 
 
-PATCHED = """
-import sys
-sys.path.insert(0, {root!r})
-import train
-from configurator import configure
-real, calls = train.token_losses, 0
-def poisoned(logits, targets):
-    global calls
-    calls += 1
-    losses = real(logits, targets)
-    return losses * float("nan") if calls in {calls} else losses
-train.token_losses = poisoned
-train.main(configure(vars(train)))
-"""
+def poison(calls, rank=0):
+    """token_losses as train.py calls it, but NaN at these calls (the first is 1) of one rank."""
+    real, count = script.token_losses, itertools.count(1)
+
+    def losses(logits, targets):
+        bad = next(count) in calls and int(os.environ.get("RANK", 0)) == rank
+        return real(logits, targets) * (math.nan if bad else 1.0)
+    return losses
 
 
-def poisoned(tmp_path, data, out, calls, *extra):
-    script = tmp_path / "poisoned.py"
-    script.write_text(PATCHED.format(root=str(ROOT), calls=calls))
-    words = command(data, out, *extra)
-    words[1] = str(script)
-    return subprocess.run(words, capture_output=True, text=True, timeout=200, cwd=ROOT)
-
-
-def test_a_step_that_is_not_finite_is_skipped_and_reported(data, tmp_path):
-    done = poisoned(tmp_path, data, tmp_path / "out", {9}, "--max_steps=8")       # the first micro-batch of the third step
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step skipped" in done.stdout
+def test_a_step_that_is_not_finite_is_skipped_and_reported(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "token_losses", poison({9}))                      # the first micro-batch of the third step
+    assert "step skipped" in train(data, tmp_path / "out", "--max_steps=8")
     records = {record["step"]: record for record in read_log(tmp_path / "out" / "pretrain")}
     assert records[3]["skipped"] and len(records[3]["blocks"]) == 8 and "skipped" not in records[4]
     assert all(torch.isfinite(w).all() for w in weights(tmp_path / "out", 8).values())
 
 
-def test_too_many_such_steps_end_the_run_with_the_last_good_checkpoint(data, tmp_path):
+def test_too_many_such_steps_end_the_run_with_the_last_good_checkpoint(data, tmp_path, monkeypatch):
     extra = ["--max_steps=30", "--save_full=2", "--save_light=2", "--max_bad_steps=3"]
-    done = poisoned(tmp_path, data, tmp_path / "out", set(range(17, 200)), *extra)
-    assert done.returncode == 2 and "3 steps in a row" in done.stderr
-    train(data, tmp_path / "good", "--max_steps=30", "--save_full=2", "--save_light=2", "--keep=0", "--max_bad_steps=3")
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "token_losses", poison(range(17, 200)))
+        assert "3 steps in a row" in refused(data, tmp_path / "out", *extra)
+    train(data, tmp_path / "good", *extra, "--keep=0")
     good = weights(tmp_path / "good", 4)
     assert same(weights(tmp_path / "out", 4), good)                               # as it was
     said = train(data, tmp_path / "out", *extra)                                  # and the run can go on from it
     assert "pretrained model in" in said
+
+
+ONE_RANK_IS_BAD = """
+import os, sys
+sys.path[:0] = [{root!r}, {tests!r}]
+import torch
+from test_train import configure, poison, script
+save = script.save_when_due
+def watched(run, done, total, config, modules, *rest):
+    bits = torch.cat([p.detach().flatten() for p in modules["model"].parameters()])
+    torch.save(bits, config.out_dir + "/rank" + os.environ["RANK"] + "_step" + str(done))
+    return save(run, done, total, config, modules, *rest)
+script.save_when_due, script.token_losses = watched, poison({calls}, rank=1)
+script.main(configure(vars(script)))
+"""
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(data, tmp_path):
+    """Two micro-batches a step on each rank. NaN on rank 1 only: in the first of step 3, and in all from step 7 on."""
+    file, out = tmp_path / "bad.py", tmp_path / "out"
+    file.write_text(ONE_RANK_IS_BAD.format(root=str(ROOT), tests=str(ROOT / "tests"), calls={5, *range(13, 100)}))
+    extra = ["--max_steps=12", "--save_full=2", "--save_light=2", "--max_bad_steps=3"]
+    said = launch(data, out, *extra, processes=2, file=file, code=1)
+    assert said.count("step skipped") == 4 and said.count("3 steps in a row") == 1
+    assert [record["step"] for record in read_log(out / "pretrain") if record.get("skipped")] == [3, 7, 8, 9]
+    first, second = ([torch.load(out / f"rank{rank}_step{step}") for step in range(1, 9)] for rank in (0, 1))
+    for step, (one, other) in enumerate(zip(first, second), start=1):
+        assert torch.isfinite(one).all() and torch.equal(one, other), step
+        assert step == 1 or torch.equal(one, first[step - 2]) == (step in (3, 7, 8)), step
+    found = newest(out / "pretrain", "full")
+    assert found.name == "full_00000008" and verify(found) == []
+    kept = torch.cat([w.flatten() for w in weights(out, 8).values()])
+    assert torch.equal(kept.sort().values, first[5].sort().values)                # as after step 6, the last good one
+    assert "saved by 2 processes, continued by 1" in train(data, out, *extra)     # and the run can go on from it
 
 
 def refused(data, out, *extra, **kw):
