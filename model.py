@@ -19,6 +19,7 @@ Letters in the shape comments:  B batch   T new tokens   S tokens that can be se
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -84,14 +85,12 @@ class RMSNorm(nn.Module):
 def rope_table(positions, head_dim, theta):
     """cos and sin of the angle by which RoPE turns each pair at each position.
 
-    positions (T,) or (B, T), whole numbers; -> two fp32 tensors (1 or B, 1, T, D), the middle 1 being the heads. The angles
-    need fp32: bf16 has 8 bits and can not tell position 257 from 256."""
+    positions (1 or B, T), whole numbers; -> two fp32 tensors (1 or B, 1, T, D), the middle 1 being the heads. The angles need
+    fp32: bf16 has 8 bits and can not tell position 257 from 256."""
     frequency = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    angle = positions.float()[..., None] * frequency                       # (..., T, D/2)
-    angle = torch.cat([angle, angle], dim=-1)                              # (..., T, D)
-    if angle.dim() == 2:
-        angle = angle[None]
-    return angle.cos()[:, None], angle.sin()[:, None]
+    angle = positions.float()[:, None, :, None] * frequency                # (B, 1, T, D/2)
+    angle = torch.cat([angle, angle], dim=-1)                              # (B, 1, T, D)
+    return angle.cos(), angle.sin()
 
 
 def rotate(x, cos, sin):
@@ -130,13 +129,13 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.n_embd, kv_width, bias=False)
         self.o_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x, cos, sin, allowed, past):
+    def forward(self, x, cos, sin, allowed, remember):
         batch, time, _ = x.shape
         heads = lambda y: y.view(batch, time, -1, self.config.head_dim).transpose(1, 2)      # (B, heads, T, D)
         q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if past is not None:
-            k, v = past.append(k, v)
+        if remember is not None:
+            k, v = remember(k, v)
         y = attend(q, k, v, allowed, self.config.attention)
         return self.o_proj(y.transpose(1, 2).reshape(batch, time, -1))
 
@@ -161,9 +160,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x, cos, sin, allowed=None, past=None):
+    def forward(self, x, cos, sin, allowed=None, remember=None):
         drop = lambda y: F.dropout(y, self.dropout, self.training)
-        x = x + drop(self.self_attn(self.input_layernorm(x), cos, sin, allowed, past))
+        x = x + drop(self.self_attn(self.input_layernorm(x), cos, sin, allowed, remember))
         return x + drop(self.mlp(self.post_attention_layernorm(x)))
 
 
@@ -177,24 +176,16 @@ class KVCache:
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.max_length, self.length = max_length, 0
 
-    def layer(self, i):
-        return CacheLayer(self, i)
+    def append(self, layer, k, v):
+        """Writes a layer's new k, v (B, K, T, D) behind what is there; -> all its keys, all its values (B, K, S, D)."""
+        start, end = self.length, self.length + k.size(2)
+        keys, values = self.keys[layer], self.values[layer]
+        keys[:, :, start:end], values[:, :, start:end] = k, v
+        return keys[:, :, :end].to(k.dtype), values[:, :, :end].to(v.dtype)
 
     def keep_rows(self, rows):
         """Forgets every row of the batch that is not in rows (a 1-D index tensor)."""
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]
-
-
-class CacheLayer:
-    def __init__(self, cache, i):
-        self.cache, self.i = cache, i
-
-    def append(self, k, v):
-        """Writes k, v (B, K, T, D) behind what is there; -> all keys, all values (B, K, S, D)."""
-        start, end = self.cache.length, self.cache.length + k.size(2)
-        keys, values = self.cache.keys[self.i], self.cache.values[self.i]
-        keys[:, :, start:end], values[:, :, start:end] = k, v
-        return keys[:, :, :end].to(k.dtype), values[:, :, :end].to(v.dtype)
 
 
 class Trunk(nn.Module):
@@ -207,33 +198,27 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
 
-    def forward(self, ids, positions=None, mask=None, cache=None):
+    def forward(self, ids, mask=None, cache=None):
         """ids (B, T) -> (B, T, C).
 
         mask (B, S): True where a token is real, over the cached and the new tokens; None where all are.
-        positions (B, T): by default counted from the mask, so that padding on the left does not shift a sequence.
         cache: a KVCache; the new tokens are written behind what it holds."""
         start = cache.length if cache is not None else 0
         if cache is not None and start + ids.size(1) > cache.max_length:
             raise ValueError(f"the cache has room for {cache.max_length} tokens; {start} are in it, {ids.size(1)} more came")
-        if positions is None and mask is not None:
-            positions = positions_of(mask)[:, start:]
-        elif positions is None:
-            positions = torch.arange(start, start + ids.size(1), device=ids.device)
+        if mask is None:
+            positions = torch.arange(start, start + ids.size(1), device=ids.device)[None]
+        else:                   # counted over the real tokens, so that padding on the left does not shift a sequence
+            positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, start:]
         cos, sin = rope_table(positions, self.config.head_dim, self.config.rope_theta)
         allowed = None if mask is None and start == 0 else visible(mask, start, ids)
 
         x = self.embed_tokens(ids)                                         # (B, T, C)
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, allowed, cache.layer(i) if cache is not None else None)
+            x = layer(x, cos, sin, allowed, partial(cache.append, i) if cache is not None else None)
         if cache is not None:
             cache.length += ids.size(1)
         return self.norm(x)
-
-
-def positions_of(mask):
-    """0, 1, 2, ... over the real tokens of each row of mask (B, S); padding before the first of them has position 0."""
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def visible(mask, start, ids):
@@ -257,20 +242,39 @@ class Llama(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, ids, positions=None, mask=None, cache=None):
+    def forward(self, ids, mask=None, cache=None):
         """ids (B, T) -> logits (B, T, V) of the token after each. Arguments as in Trunk.forward."""
-        return self.lm_head(self.model(ids, positions, mask, cache))
+        return self.lm_head(self.model(ids, mask, cache))
 
-    def hidden(self, ids, positions=None, mask=None, cache=None):
+    def hidden(self, ids, mask=None, cache=None):
         """ids (B, T) -> (B, T, C), after the last norm."""
-        return self.model(ids, positions, mask, cache)
+        return self.model(ids, mask, cache)
 
     def n_params(self):
         """Numbers that are learned; a tied matrix counts once."""
         return sum(p.numel() for p in self.parameters())
 
+    @torch.no_grad()
     def init_weights(self, seed=0):
-        init_weights(self, seed)
+        """N(0, 0.02) for matrices, 1 for gains; -> the model. o_proj and down_proj (not up_proj or gate_proj) write into the
+        residual stream, 2 n_layer times in all: scaled by 1/sqrt(2 n_layer), so that the stream's variance at the start does
+        not grow with depth (GPT-2, section 2.3).
+
+        Each parameter has a generator of its own, seeded by (seed, name): the same bits whatever else is drawn, and whoever
+        holds only a slice of it can draw the whole and keep the slice. A scalar head starts at 1/sqrt(C + 1): larger scores
+        would be noise in the first updates (Stiennon et al. 2020, arXiv 2009.01325)."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            std = 0.02
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std = 0.02 / math.sqrt(2 * self.config.n_layer)
+            if name == "score.weight":
+                std = 1 / math.sqrt(self.config.n_embd + 1)
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
         return self
 
 
@@ -284,41 +288,8 @@ class ScalarModel(nn.Module):
         self.score = nn.Linear(config.n_embd, 1)     # the bias sets where 0 is; a ranking loss never moves it (reward.py does)
         nn.init.zeros_(self.score.bias)
 
-    def forward(self, ids, positions=None, mask=None):
+    def forward(self, ids, mask=None):
         """ids (B, T) -> fp32 (B, T)."""
-        return self.score(self.model(ids, positions, mask)).squeeze(-1).float()
+        return self.score(self.model(ids, mask)).squeeze(-1).float()
 
-    def init_weights(self, seed=0):
-        init_weights(self, seed)
-        return self
-
-
-@torch.no_grad()
-def init_weights(model, seed):
-    """N(0, 0.02) for matrices, 1 for gains. o_proj and down_proj write into the residual stream, 2 n_layer times in all:
-    scaled by 1/sqrt(2 n_layer), so that the stream's variance at the start does not grow with depth (GPT-2, section 2.3).
-    (They, and not up_proj or gate_proj, are what writes there.)
-
-    Each parameter has a generator of its own, seeded by (seed, name): the same bits whatever else is drawn, and whoever
-    holds only a slice of it can draw the whole and keep the slice. A scalar head starts at 1/sqrt(C + 1): larger scores
-    would be noise in the first updates (Stiennon et al. 2020, arXiv 2009.01325)."""
-    config = model.config
-    for name, parameter in model.named_parameters():
-        if parameter.dim() < 2:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        std = 0.02
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            std = 0.02 / math.sqrt(2 * config.n_layer)
-        if name == "score.weight":
-            std = 1 / math.sqrt(config.n_embd + 1)
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-
-
-def shapes(config):
-    """{name: shape} that a language model of this config must have, without making its weights."""
-    with torch.device("meta"):
-        model = Llama(config)
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+    init_weights = Llama.init_weights

@@ -19,6 +19,7 @@ Needs data_dir/tokens (prepare_data.py) and data_dir/tokenizer (train_tokenizer.
 """
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -75,7 +76,7 @@ save_full = 250                 # steps between full ones
 keep = 2                        # newest checkpoints of each kind that are kept; 0: all
 max_bad_steps = 10              # so many steps in a row with a loss or gradient that is not finite end the run
 # the machine
-device = "auto"                 # 'auto', 'cpu', 'cuda', 'mps'
+device = "auto"                 # 'auto', 'cpu' or 'cuda'
 dtype = "auto"                  # of matrix products: 'bf16' or 'fp32'; auto: bf16 where the machine has it natively
 compile = True                  # torch.compile, per block
 deterministic: bool | None = None   # same bits in every run; None: on CPU yes
@@ -88,16 +89,14 @@ def open_data(config, setup):
     """Tokenizer and token shards, which must belong together; otherwise the commands that make them."""
     data = Path(config.data_dir)
     prepare, tokenize = config.command("prepare_data.py"), config.command("train_tokenizer.py")
-    wrong = []
-    if not (data / "tokenizer" / "tokenizer.json").exists():
-        wrong.append(f"{data}/tokenizer/tokenizer.json does not exist: no tokenizer")
-    if not (data / "tokens" / "index.json").exists():
-        wrong.append(f"{data}/tokens/index.json does not exist: no token shards")
+    wrong = [f"{data / file} does not exist: no {what}" for file, what in (("tokenizer/tokenizer.json", "tokenizer"),
+                                                                          ("tokens/index.json", "token shards"))
+             if not (data / file).exists()]
     if wrong:
-        inputs = "" if "demo" in prepare or "smoke" in prepare else " --inputs='CRAWL/*.warc.gz'"
-        refuse_once(setup, *wrong, "Make them with these two commands:",
-                    f"  {prepare}{inputs} && {tokenize}      documents, then a tokenizer trained on them",
-                    f"  {prepare}{inputs}      again, now that there is a tokenizer: token shards")
+        refuse_once(setup, *wrong, "Make them with these two commands (for archives of yours, prepare_data.py is told "
+                    "--inputs='CRAWL/*.warc.gz'):",
+                    f"  {prepare} && {tokenize}      documents, then a tokenizer trained on them",
+                    f"  {prepare}      again, now that there is a tokenizer: token shards")
     tokenizer = Tokenizer.load(data / "tokenizer")
     train = TokenData(data / "tokens", "train", tokenizer.hash, rebuild=prepare)
     val = TokenData(data / "tokens", "val", tokenizer.hash, rebuild=prepare)
@@ -106,17 +105,16 @@ def open_data(config, setup):
 
 def shape_of(config, tokenizer):
     """The model's shape: the config's, or that of the folder in init_from (which a config may repeat, not contradict)."""
-    shape = {key: getattr(config, key) for key in ("n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "block_size",
-                                                   "rope_theta", "norm_eps", "tie_embeddings")}
-    shape["vocab_size"] = config.vocab_size or tokenizer.vocab_size
-    if config.init_from:
-        theirs = read_config(find_folder(config.init_from))
-        wrong = [f"{key} = {value}, but {config.init_from} has {getattr(theirs, key)}" for key, value in shape.items()
-                 if value != getattr(theirs, key) and (key == "vocab_size" or value != config.default(key))]
-        if wrong:
-            refuse(*wrong, "Leave these keys out (the folder decides), or start without init_from.")
-        shape = {key: getattr(theirs, key) for key in shape}
-    return ModelConfig(**shape, dropout=config.dropout, attention=config.attention)
+    shape = ModelConfig(**{key: getattr(config, key) for key in ModelConfig.__dataclass_fields__})
+    shape.vocab_size = config.vocab_size or tokenizer.vocab_size
+    if not config.init_from:
+        return shape
+    theirs = replace(read_config(find_folder(config.init_from)), dropout=config.dropout, attention=config.attention)
+    wrong = [f"{key} = {value}, but {config.init_from} has {getattr(theirs, key)}" for key, value in vars(shape).items()
+             if value != getattr(theirs, key) and (key == "vocab_size" or value != config.default(key))]
+    if wrong:
+        refuse(*wrong, "Leave these keys out (the folder decides), or start without init_from.")
+    return theirs
 
 
 def check(config, shape, tokenizer, train, setup):
@@ -144,16 +142,12 @@ def check(config, shape, tokenizer, train, setup):
     return config.batch_tokens // config.block_size, config.batch_tokens // unit
 
 
-def kinds_of(inputs, targets, tokenizer):
-    """(4, B, T) bool, in the order of KINDS: which kind of target each position has."""
-    eos, bos, first = targets == tokenizer.eos_id, targets == tokenizer.bos_id, inputs == tokenizer.bos_id
-    return torch.stack([~(eos | bos | first), eos, bos, first & ~(eos | bos)])
-
-
 def sums(losses, inputs, targets, weights, tokenizer):
-    """What a step adds up, in float64 so that the order of adding does not show: (9,): the weighted loss, then for each
-    kind the sum of its losses, then for each kind how many. BOS has weight 0 but is counted; padding is in none of them."""
-    kinds = kinds_of(inputs, targets, tokenizer) & ((weights > 0) | (targets == tokenizer.bos_id))
+    """What a step adds up, in float64 so that the order of adding does not show: (9,): the weighted loss, then for each of
+    KINDS the sum of its losses, then for each how many. BOS has weight 0 but is counted; padding is in none of them."""
+    eos, bos, first = targets == tokenizer.eos_id, targets == tokenizer.bos_id, inputs == tokenizer.bos_id
+    kinds = torch.stack([~(eos | bos | first), eos, bos, first & ~(eos | bos)])           # (4, B, T) bool
+    kinds &= (weights > 0) | bos
     losses = losses.detach().double()
     return torch.cat([(losses * weights).sum()[None], (losses * kinds).sum((1, 2)), kinds.sum((1, 2)).double()])
 
@@ -244,7 +238,8 @@ def main(config):
               f"{flops * config.max_steps * config.batch_tokens:.2e} FLOPs; warm-up {warmup} steps")
     byte_counts = torch.tensor([len(b) for b in tokenizer.token_bytes] + [0] * (shape.vocab_size - tokenizer.vocab_size))
     val_total = n_blocks(val.n_tokens, config.block_size)
-    val_blocks = [i * val_total // min(config.eval_blocks, val_total) for i in range(min(config.eval_blocks, val_total))]
+    looked_at = min(config.eval_blocks, val_total)
+    val_blocks = [i * val_total // looked_at for i in range(looked_at)]                   # spread over the whole text
     monitor = Monitor(run, setup, config.max_steps, state["step"], label="train")
 
     def my_share(step):

@@ -7,6 +7,7 @@ Checkpoints that are whole or not there.
 
 How such a folder is published, verified and found again: engine/manifest.py.
 """
+import contextlib
 import shutil
 import warnings
 from pathlib import Path
@@ -30,12 +31,11 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 def save_light(run_dir, step, model, tokenizer, setup, extra=None):
     """Rank 0 writes the model as a Hugging Face folder; -> its path. extra: a dict for training.json (step, losses, hashes)."""
     final = folder_of(run_dir, "light", step)
-
-    def write(folder):
+    with _published(final, setup) as folder:
         if setup.is_main:
             hf.save_model(folder, bare(model), tokenizer)
             write_json(folder / "training.json", {"step": step, **(extra or {})})
-    return _publish(final, write, setup)
+    return final
 
 
 def save_full(run_dir, step, modules, optimizers, state, setup):
@@ -43,24 +43,24 @@ def save_full(run_dir, step, modules, optimizers, state, setup):
 
     modules {name: module}, optimizers {module's name: optimizer, or a list of them}. -> the folder."""
     final = folder_of(run_dir, "full", step)
-
-    def write(folder):
+    with _published(final, setup) as folder:
         tensors = {**_tensors(modules, optimizers), **_random_state(setup)}
         dcp.save(tensors, checkpoint_id=folder / "state", no_dist=setup.world == 1)
         if setup.is_main:
             write_json(folder / "state.json", {"step": step, "world": setup.world, "threads": setup.threads, **state})
-    return _publish(final, write, setup)
+    return final
 
 
-def _publish(final, write, setup):
-    """Runs write(temporary folder) on every rank, then makes the folder final in one rename."""
+@contextlib.contextmanager
+def _published(final, setup):
+    """A temporary folder for every rank to write into; when all have, it becomes `final` in one rename."""
     temporary = final.with_name(final.name + ".tmp")
     try:
         if setup.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         barrier(setup)
-        write(temporary)
+        yield temporary
         barrier(setup)
         if setup.is_main:
             publish(temporary, final)
@@ -70,24 +70,12 @@ def _publish(final, write, setup):
         shutil.rmtree(temporary, ignore_errors=True)
         refuse(f"the checkpoint {final} could not be written: {_first_line(error)}. The earlier checkpoints are as they were; "
                "make room (or mend the folder's permissions) and give the same command again, it continues from the newest.")
-    return final
 
 
 def _first_line(error):
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def abandon_later(run_dir, step):
-    """After a resume from `step`: what lies ahead of it belongs to a past that will not happen, and keeps another name.
-    Half-written folders of a killed run are removed."""
-    for kind in PREFIX:
-        for later in steps_of(run_dir, kind):
-            if later > step:
-                abandon(folder_of(run_dir, kind, later))
-    for temporary in Path(run_dir).glob("*_????????.tmp"):
-        shutil.rmtree(temporary)
 
 
 def prune(run_dir, kind, keep):
@@ -103,11 +91,19 @@ def prune(run_dir, kind, keep):
 
 def resume(run_dir, modules, optimizers, setup):
     """Continues from the newest full checkpoint that verifies: fills modules and optimizers, the random state, and returns
-    its state dict; None when there is nothing to continue from. Rank 0 decides which one, for all."""
-    folder = from_main(str(newest(run_dir, "full") or "") if setup.is_main else None, setup)
+    its state dict; None when there is nothing to continue from. Rank 0 decides which one, for all.
+
+    Checkpoints that lie ahead of it belong to a past that will not happen, and keep another name; half-written folders of
+    a killed run are removed."""
+    folder = from_main(newest(run_dir, "full") if setup.is_main else None, setup)
     state = load_full(folder, modules, optimizers, setup) if folder else None
-    if setup.is_main and Path(run_dir).is_dir():
-        abandon_later(run_dir, state["step"] if state else -1)
+    if setup.is_main:
+        for kind in PREFIX:
+            for step in steps_of(run_dir, kind):
+                if state is None or step > state["step"]:
+                    abandon(folder_of(run_dir, kind, step))
+        for temporary in Path(run_dir).glob("*_????????.tmp"):
+            shutil.rmtree(temporary)
     barrier(setup)
     return state
 
@@ -116,14 +112,14 @@ def resume(run_dir, modules, optimizers, setup):
 def load_full(folder, modules, optimizers, setup):
     """Fills everything from a full checkpoint; -> the state dict that was saved. Works at another number of ranks too: weights
     and moments are the same, the random state of ranks that did not exist is drawn anew."""
-    state = read_json(Path(folder) / "state.json")
+    state = read_json(folder / "state.json")
     _make_moments(optimizers)
     tensors = _tensors(modules, optimizers)
     known_rank = setup.rank < state["world"]
     if known_rank:
         tensors.update(_random_state(setup))
     try:
-        dcp.load(tensors, checkpoint_id=Path(folder) / "state", no_dist=setup.world == 1)
+        dcp.load(tensors, checkpoint_id=folder / "state", no_dist=setup.world == 1)
     except (CheckpointException, RuntimeError, ValueError) as error:
         refuse(f"{folder} does not fit this model: {_first_line(error)}")
     if known_rank:
@@ -160,7 +156,7 @@ def _each(optimizers):
 def _make_moments(optimizers):
     """Gives fresh optimizers the empty moments that a load can fill. (torch's own helper does it by taking a step with zero
     gradients, which moves the step count from 0 to 1 when there turns out to be nothing to load.)"""
-    for optimizer in (each for group in optimizers.values() for each in _each(group)):
+    for optimizer in (each for several in optimizers.values() for each in _each(several)):
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if isinstance(optimizer, torch.optim.Muon):
                 optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))

@@ -5,7 +5,6 @@ Our parameter names are theirs, so nothing is renamed or permuted. Heads that a 
 model's score) lie apart, in heads.safetensors. What a config.json asks for and we do not do is refused by name: a model
 that is computed a little differently answers fluently and wrongly.
 """
-import json
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from configurator import refuse
-from engine.files import write_json
+from engine.files import read_json, write_json
 from engine.manifest import newest
 from engine.tokenizer import Tokenizer
 from model import Llama, ModelConfig, ScalarModel
@@ -25,12 +24,13 @@ NAMES = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_head": "
          "n_kv_head": "num_key_value_heads", "n_embd": "hidden_size", "n_inner": "intermediate_size",
          "block_size": "max_position_embeddings", "rope_theta": "rope_theta", "norm_eps": "rms_norm_eps",
          "tie_embeddings": "tie_word_embeddings"}
+OPTIONAL = {"num_key_value_heads", "rope_theta", "tie_word_embeddings"}      # without which a folder means what we take
 
 # Which of our keys decides a dimension of which tensor: a wrong shape is reported with the key that is to blame.
 CAUSES = {"embed_tokens": ("vocab_size", "n_embd"), "lm_head": ("vocab_size", "n_embd"), "q_proj": ("n_embd", "n_embd"),
           "k_proj": ("n_kv_head", "n_embd"), "v_proj": ("n_kv_head", "n_embd"), "o_proj": ("n_embd", "n_embd"),
           "gate_proj": ("n_inner", "n_embd"), "up_proj": ("n_inner", "n_embd"), "down_proj": ("n_embd", "n_inner"),
-          "layernorm": ("n_embd",), "norm": ("n_embd",), "score": ("1", "n_embd")}
+          "norm": ("n_embd",), "score": ("1", "n_embd")}
 
 
 def load_model(path, kind="lm", attention="flash", dtype=torch.float32):
@@ -64,13 +64,10 @@ def find_folder(path):
 def read_config(folder):
     """ModelConfig from a folder's config.json; refuses, all at once, what this Llama does not compute."""
     path = Path(folder) / "config.json"
-    try:
-        theirs = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        refuse(f"{path} can not be read: {error}")
+    theirs = read_json(path)
     rope = theirs.get("rope_parameters") or {}                             # transformers 5 keeps theta here
     scaling = theirs.get("rope_scaling") or {}
-    head_dim = theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
+    head_dim = theirs.get("head_dim")                                      # where it is not named, it is the quotient
     problems = [f"{path}: {what} is not supported" for what, asked in {
         f"model_type {theirs.get('model_type')!r}": theirs.get("model_type") != "llama",
         f"hidden_act {theirs.get('hidden_act')!r}": theirs.get("hidden_act", "silu") != "silu",
@@ -79,7 +76,8 @@ def read_config(folder):
         f"rope scaling {rope or scaling}": {rope.get("rope_type", "default"), scaling.get("rope_type", "default"),
                                             scaling.get("type", "default")} != {"default"},
         f"head_dim {head_dim} apart from hidden_size / num_attention_heads":
-            head_dim * theirs["num_attention_heads"] != theirs["hidden_size"]}.items() if asked]
+            head_dim and head_dim * theirs.get("num_attention_heads", 0) != theirs.get("hidden_size")}.items() if asked]
+    problems += [f"{path}: {name} is missing" for name in NAMES.values() if name not in theirs and name not in OPTIONAL]
     if problems:
         refuse(*problems)
     values = {ours: theirs[name] for ours, name in NAMES.items() if name in theirs}
@@ -113,23 +111,23 @@ def save_model(folder, model, tokenizer):
     heads = {name: tensor for name, tensor in tensors.items() if not name.startswith(("model.", "lm_head."))}
     if heads:
         save_file(heads, folder / "heads.safetensors", metadata={"format": "pt"})
-    shards, size = [{}], 0
+    parts, size = [{}], 0
     for name in sorted(tensors.keys() - heads.keys()):
-        bytes_here = tensors[name].numel() * tensors[name].element_size()
-        if size + bytes_here > SHARD_BYTES and shards[-1]:
-            shards.append({})
+        if parts[-1] and size + tensors[name].nbytes > SHARD_BYTES:
+            parts.append({})
             size = 0
-        shards[-1][name] = tensors[name]
-        size += bytes_here
-    if len(shards) == 1:
-        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
+        parts[-1][name] = tensors[name]
+        size += tensors[name].nbytes
+    if len(parts) == 1:
+        save_file(parts[0], folder / "model.safetensors", metadata={"format": "pt"})
         return
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for name, shard in zip(names, shards):
-        save_file(shard, folder / name, metadata={"format": "pt"})
-    total = sum(t.numel() * t.element_size() for shard in shards for t in shard.values())
-    write_json(folder / "model.safetensors.index.json", {
-        "metadata": {"total_size": total}, "weight_map": {key: name for name, shard in zip(names, shards) for key in shard}})
+    place = {}
+    for number, part in enumerate(parts, start=1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        save_file(part, folder / file, metadata={"format": "pt"})
+        place.update(dict.fromkeys(part, file))
+    total = sum(tensors[name].nbytes for name in place)
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": place})
 
 
 @torch.no_grad()
@@ -138,37 +136,29 @@ def load_weights(model, folder):
     listed at once, with the key of the config that decides them. Never leaves a weight as it was drawn, but for a scalar
     head that the folder does not have."""
     folder = Path(folder)
-    wanted = dict(model.named_parameters())
-    found, files = {}, []
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-    else:
-        files = [folder / "model.safetensors"]
-    if (folder / "heads.safetensors").exists():
-        files.append(folder / "heads.safetensors")
-    problems = []
-    for file in files:
+    index, heads = folder / "model.safetensors.index.json", folder / "heads.safetensors"
+    names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    opened, problems = {}, []                               # each tensor's name, and the open file that it is in
+    for file in [folder / name for name in names] + [heads] * heads.exists():
         try:
-            with safe_open(file, framework="pt") as opened:
-                found.update({name: (file, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()})
+            content = safe_open(file, framework="pt")
+            opened.update(dict.fromkeys(content.keys(), content))
         except (OSError, SafetensorError) as error:
             problems.append(f"{file} can not be read: {error}")
-    if isinstance(model, ScalarModel) and "score.weight" not in found:
-        wanted.pop("score.weight")
-        model.init_weights(seed=0)
-    if isinstance(model, ScalarModel) and "score.bias" not in found:       # Hugging Face's scalar heads have none: it stays 0
-        wanted.pop("score.bias")
-    ignored = {"lm_head.weight"} if isinstance(model, ScalarModel) or model.config.tie_embeddings else set()
+    wanted = dict(model.named_parameters())
+    if isinstance(model, ScalarModel):
+        if "score.weight" not in opened:
+            model.init_weights(seed=0)
+        # Hugging Face's scalar heads have no bias: it stays 0.
+        wanted = {name: p for name, p in wanted.items() if name in opened or not name.startswith("score.")}
+    if isinstance(model, ScalarModel) or model.config.tie_embeddings:
+        opened.pop("lm_head.weight", None)
     problems += mismatches({name: tuple(p.shape) for name, p in wanted.items()},
-                           {name: shape for name, (_, shape) in found.items() if name not in ignored})
+                           {name: tuple(file.get_slice(name).get_shape()) for name, file in opened.items()})
     if problems:
         refuse(*[f"{folder}: {problem}" for problem in problems])
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():
-                if name in wanted:
-                    wanted[name].copy_(opened.get_tensor(name))
+    for name, parameter in wanted.items():
+        parameter.copy_(opened[name].get_tensor(name))
 
 
 def mismatches(wanted, found):

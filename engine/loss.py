@@ -6,8 +6,6 @@ weights. A mean per micro-batch, averaged over micro-batches, would weigh a toke
 """
 import torch.nn.functional as F
 
-from model import positions_of
-
 
 def token_losses(logits, targets):
     """-log p(target) of each position, fp32.   logits (B, T, V), targets (B, T) int64 -> (B, T)"""
@@ -18,10 +16,9 @@ def token_losses(logits, targets):
 def logprobs(model, ids, mask, temperature=1.0, with_entropy=False):
     """log p(ids[t+1] | ids[..t]) for every position but the first, fp32.
 
-    ids (B, T) int64; mask (B, T) bool, True where a token is real (padding left or right: positions are counted from the
-    mask); temperature: that of sampling, since a policy that samples at 0.7 and is scored at 1 is two policies.
+    ids (B, T) int64; mask (B, T) bool, True where a token is real (padding may be left or right); temperature: that of sampling, since a policy that samples at 0.7 and is scored at 1 is two policies.
     -> (B, T-1); with_entropy: also the entropy of each of those distributions, in nats, (B, T-1)."""
-    logits = model(ids, positions=positions_of(mask), mask=mask)[:, :-1].float() / temperature
+    logits = model(ids, mask=mask)[:, :-1].float() / temperature
     logp = logits.log_softmax(-1)                                          # (B, T-1, V)
     chosen = logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
     if not with_entropy:

@@ -5,12 +5,9 @@ Started by `torchrun` it joins the process group (nccl on CUDA, gloo on CPU); st
 """
 import contextlib
 import os
-import random
 import shutil
-import sys
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -45,13 +42,14 @@ class Setup:
 def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0):
     """Chooses device, dtype and threads, joins the other ranks, seeds everything; -> Setup.
 
-    device: 'auto', 'cpu', 'cuda', 'mps'. dtype: 'auto' (bf16 where the machine multiplies it natively), 'bf16', 'fp32'.
+    device: 'auto', 'cpu' or 'cuda'. dtype: 'auto' (bf16 where the machine multiplies it natively), 'bf16', 'fp32'.
     deterministic: None = yes on CPU, where it costs about 4 %. threads: 0 = the cores divided by the processes of this machine."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     chosen = _device(device, local_rank)
     # torchrun sets OMP_NUM_THREADS=1 when nobody else did, which leaves most of a CPU idle; so the count is set here.
-    threads = threads or max(1, len(_cores()) // local_world)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = threads or max(1, cores // local_world)
     torch.set_num_threads(threads)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -63,47 +61,33 @@ def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0):
         torch.use_deterministic_algorithms(True, warn_only=chosen.type != "cpu")
         # It would also fill every new tensor with NaN, to show reads of memory never written: a cost at each step.
         torch.utils.deterministic.fill_uninitialized_memory = False
-    if world > 1 and not dist.is_initialized():
+    if world > 1:
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
-    for seed_it in (random.seed, np.random.seed, torch.manual_seed):
-        seed_it(seed + rank)        # dropout differs between ranks; weights come from (seed, name), so they do not
+    torch.manual_seed(seed + rank)      # dropout differs between ranks; weights come from (seed, name), so they do not
     return Setup(rank, local_rank, world, chosen, _dtype(dtype, chosen), threads)
 
 
-def _cores():
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-
-
 def _device(name, local_rank):
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda"):
-        if not torch.cuda.is_available():
-            refuse(f"device = '{name}', but this torch ({torch.__version__}) sees no CUDA device; use --device=cpu or install a CUDA build")
-        return torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
-    if name == "mps" and not torch.backends.mps.is_available():
-        refuse("device = 'mps', but this machine has no Metal device; use --device=cpu")
-    if name not in ("cpu", "mps"):
-        refuse(f"device must be 'auto', 'cpu', 'cuda' or 'mps', found '{name}'")
-    return torch.device(name)
+    if name not in ("auto", "cpu", "cuda"):
+        refuse(f"device must be 'auto', 'cpu' or 'cuda', found '{name}'")
+    if name == "cuda" and not torch.cuda.is_available():
+        refuse(f"device = 'cuda', but this torch ({torch.__version__}) sees no CUDA device; use --device=cpu or install a CUDA build")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
 
 
 def _dtype(name, device):
-    if name == "auto":
-        name = "bf16" if _native_bf16(device) else "fp32"
-    if name not in ("bf16", "fp32"):
+    """The dtype of that name. 'auto' is bf16 where the machine multiplies it natively: a CPU without AMX or AVX512-BF16
+    emulates it and is several times slower than in fp32."""
+    if name not in ("auto", "bf16", "fp32"):
         refuse(f"dtype must be 'auto', 'bf16' or 'fp32', found '{name}'")
+    if name == "auto" and device.type == "cuda":
+        name = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    elif name == "auto":
+        has = lambda feature: getattr(torch.cpu, feature, lambda: False)()
+        name = "bf16" if has("_is_amx_tile_supported") or has("_is_avx512_bf16_supported") else "fp32"
     return torch.bfloat16 if name == "bf16" else torch.float32
-
-
-def _native_bf16(device):
-    """Whether bf16 is faster than fp32 here. A CPU without AMX or AVX512-BF16 emulates it and is several times slower."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type != "cpu":
-        return False
-    has = lambda name: getattr(torch.cpu, name, lambda: False)()
-    return has("_is_amx_tile_supported") or has("_is_avx512_bf16_supported")
 
 
 def all_sum(tensor, setup):
@@ -115,7 +99,7 @@ def all_sum(tensor, setup):
 
 
 def from_main(value, setup):
-    """Rank 0's value (any JSON-like object), on all ranks: what must be decided once is decided there."""
+    """Rank 0's value (whatever can be pickled), on all ranks: what must be decided once is decided there."""
     if setup.world == 1:
         return value
     box = [value]
@@ -129,7 +113,7 @@ def barrier(setup):
 
 
 def finish(setup):
-    if setup.world > 1 and dist.is_initialized():
+    if setup.world > 1:
         dist.destroy_process_group()
 
 
@@ -152,25 +136,14 @@ def accumulating(model, last):
     return contextlib.nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
 
 
-def compiler(setup, wanted):
-    """Whether torch.compile can be used; says in one line why not. On CPU it writes C++ and needs a compiler."""
+def compile_blocks(model, setup, wanted):
+    """Compiles each block in place (parameter names stay as they are), and says in one line if it can not. All blocks have
+    one shape, so one compilation serves them all; compiling the whole model instead takes n_layer times as long for a few
+    percent. On a CPU torch.compile writes C++ and needs a compiler."""
     if not wanted:
-        return False
-    if setup.device.type == "mps":
-        setup.say("compile: not on this device; running without")
-        return False
+        return
     if setup.device.type == "cpu" and not any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "g++", "clang++")):
         setup.say("compile: no C++ compiler (g++) found; running without, which is slower and otherwise the same")
-        return False
-    if sys.version_info >= (3, 15):
-        setup.say("compile: not yet for this Python; running without")
-        return False
-    return True
-
-
-def compile_blocks(model, setup, wanted):
-    """Compiles each block in place (parameter names stay as they are). All blocks have one shape, so one compilation
-    serves them all; compiling the whole model instead takes n_layer times as long for a few percent."""
-    if compiler(setup, wanted):
-        for block in model.model.layers:
-            block.compile()
+        return
+    for block in model.model.layers:
+        block.compile()

@@ -93,6 +93,17 @@ def test_what_is_not_computed_here_is_refused_by_name(tmp_path, capsys):
     assert all(word in said for word in ("attention_bias", "'gelu'", "llama3", "'qwen2'"))
 
 
+def test_a_config_of_another_kind_or_without_a_key_is_refused(tmp_path, capsys):
+    save_model(tmp_path, small_llama(1), byte_tokenizer())
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rms_norm_eps"]                  # theirs would be 1e-6 and ours 1e-5: fluent and wrong
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "rms_norm_eps is missing" in refused(capsys, lambda: load_model(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 32, "n_head": 4}))
+    said = refused(capsys, lambda: load_model(tmp_path))
+    assert "'gpt2' is not supported" in said and "hidden_size is missing" in said
+
+
 def test_pickles_and_empty_folders_are_refused(tmp_path, capsys):
     assert "no model there" in refused(capsys, lambda: load_model(tmp_path / "nothing"))
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")

@@ -6,7 +6,7 @@ import torch
 
 from small import llama2_7b
 from engine.hf import mismatches
-from model import KVCache, Llama, ModelConfig, RMSNorm, attend, shapes
+from model import KVCache, Llama, ModelConfig, RMSNorm, attend
 
 SMALL = dict(vocab_size=211, n_layer=3, n_head=4, n_embd=64, n_inner=96, block_size=256)
 
@@ -24,6 +24,12 @@ def theirs(config, model):
     result = other.load_state_dict(model.state_dict(), strict=False)
     assert not result.unexpected_keys and not [k for k in result.missing_keys if "rotary" not in k]
     return other.eval()
+
+
+def shapes(config):
+    """{name: shape} of a model, without making its weights."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in Llama(config).named_parameters()}
 
 
 @pytest.mark.parametrize("n_kv_head", [4, 2, 1])
