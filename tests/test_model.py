@@ -6,7 +6,7 @@ import torch
 
 from small import llama2_7b
 from engine.hf import mismatches
-from model import KVCache, Llama, ModelConfig, RMSNorm, attend
+from model import KVCache, Llama, ModelConfig, RMSNorm, ScalarModel, attend
 
 SMALL = dict(vocab_size=211, n_layer=3, n_head=4, n_embd=64, n_inner=96, block_size=256)
 
@@ -60,6 +60,11 @@ def test_padding_never_reaches_a_real_token():
         logits = model(padded, mask=mask)
         assert torch.isfinite(logits).all()
         assert (logits[:, left:left + 50] - alone).abs().max() < 1e-5
+    # In the middle too: positions are counted over the real tokens.
+    mask = torch.ones(1, 53, dtype=torch.bool)
+    mask[:, 20:23] = False
+    padded = torch.cat([ids[:, :20], torch.zeros(1, 3, dtype=torch.long), ids[:, 20:]], 1)
+    assert (model(padded, mask=mask)[mask] - alone[0]).abs().max() < 1e-5
 
 
 def test_cache_equals_the_full_forward():
@@ -72,6 +77,23 @@ def test_cache_equals_the_full_forward():
     assert ((torch.cat(pieces, 1) - model(ids, mask=mask))[mask]).abs().max() < 1e-5
     with pytest.raises(ValueError, match="room for 40"):
         model(ids[:, :1], cache=cache)
+    cache = KVCache(model.config, 2, 40)            # and where there is no padding, so no mask
+    pieces = [model(ids[:, a:b], cache=cache) for a, b in ((0, 17), (17, 18), (18, 40))]
+    assert (torch.cat(pieces, 1) - model(ids)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("silent", ["self_attn.o_proj", "mlp.down_proj"])
+def test_both_sublayers_drop_out_in_training_only(silent):
+    model = Llama(ModelConfig(**SMALL, n_kv_head=2, dropout=0.5)).init_weights(0)
+    plain = Llama(ModelConfig(**SMALL, n_kv_head=2)).init_weights(0).eval()
+    ids = torch.randint(0, 211, (1, 20))
+    assert torch.equal(model.eval()(ids), plain(ids))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.get_submodule(silent).weight.zero_()          # what changes now comes from the other sublayer
+    assert torch.equal(model(ids), model(ids))
+    model.train()
+    assert not torch.equal(model(ids), model(ids))
 
 
 def test_llama2_7b_has_the_papers_shapes():
@@ -108,8 +130,14 @@ def test_initialisation():
     again = dict(Llama(config).init_weights(7).named_parameters())
     assert all(torch.equal(p, again[name]) for name, p in model.named_parameters())
     # A parameter's bits depend on its name and the seed only, not on what else the model has.
+    assert not torch.equal(again["model.layers.5.mlp.up_proj.weight"], again["model.layers.6.mlp.up_proj.weight"])
     shallow = dict(Llama(ModelConfig(**{**vars(config), "n_layer": 12, "vocab_size": 300})).init_weights(7).named_parameters())
     assert torch.equal(shallow["model.layers.5.mlp.up_proj.weight"], again["model.layers.5.mlp.up_proj.weight"])
+
+
+def test_a_scalar_head_starts_small_and_without_bias():
+    model = ScalarModel(ModelConfig(**{**SMALL, "n_embd": 1024, "n_layer": 1}, n_kv_head=4)).init_weights(7)
+    assert abs(model.score.weight.std().item() * math.sqrt(1025) - 1) < 0.1 and model.score.bias.item() == 0
 
 
 def test_rmsnorm_where_fp16_would_overflow():
