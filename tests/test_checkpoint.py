@@ -3,6 +3,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,6 +62,16 @@ def test_loading_makes_no_optimizer_step():
     plain = adamw(twin, 1e-3, 0.1)
     step(model, touched, 5), step(twin, plain, 5)
     assert torch.equal(bits(model), bits(twin))
+
+
+def test_files_are_flushed_before_the_rename_and_their_folder_after_it(tmp_path, monkeypatch):
+    model, done, fsync, replace = small_llama(1), [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.fstat(file).st_ino), fsync(file)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append(Path(new).name), replace(old, new)))
+    folder = checkpoint.save_light(tmp_path, 1, model, byte_tokenizer(), ALONE)
+    renamed = done.index("step_00000001")
+    assert {path.stat().st_ino for path in folder.iterdir()} <= set(done[:renamed])
+    assert tmp_path.stat().st_ino in done[renamed:]
 
 
 def damage(kind, folder):

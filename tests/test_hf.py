@@ -54,6 +54,7 @@ def test_a_reward_model_keeps_its_head_apart(tmp_path):
     save_model(tmp_path, small_llama(1), byte_tokenizer())
     scalar, _ = load_model(tmp_path, kind="scalar")             # from a language model: the head is new, the trunk loaded
     assert torch.equal(scalar.model.embed_tokens.weight, small_llama(1).model.embed_tokens.weight)
+    torch.nn.init.constant_(scalar.score.weight, 0.5)           # not as a new one would be drawn
     (tmp_path / "rm").mkdir()
     save_model(tmp_path / "rm", scalar, byte_tokenizer())
     assert set(load_file(tmp_path / "rm" / "heads.safetensors")) >= {"score.weight"}
@@ -87,15 +88,18 @@ def test_missing_tensors_are_named_and_nothing_is_left_random(tmp_path, capsys):
 def test_what_is_not_computed_here_is_refused_by_name(tmp_path, capsys):
     save_model(tmp_path, small_llama(1), byte_tokenizer())
     config = json.loads((tmp_path / "config.json").read_text())
-    config.update(attention_bias=True, hidden_act="gelu", rope_scaling={"rope_type": "llama3", "factor": 8.0}, model_type="qwen2")
+    config.update(attention_bias=True, hidden_act="gelu", head_dim=64, rope_scaling={"rope_type": "llama3", "factor": 8.0}, model_type="qwen2")
     (tmp_path / "config.json").write_text(json.dumps(config))
     said = refused(capsys, lambda: load_model(tmp_path))
-    assert all(word in said for word in ("attention_bias", "'gelu'", "llama3", "'qwen2'"))
+    assert all(word in said for word in ("attention_bias", "'gelu'", "llama3", "'qwen2'", "head_dim 64"))
 
 
 def test_a_config_of_another_kind_or_without_a_key_is_refused(tmp_path, capsys):
     save_model(tmp_path, small_llama(1), byte_tokenizer())
     config = json.loads((tmp_path / "config.json").read_text())
+    del config["num_key_value_heads"]           # as in the first Llama's folders: as many as heads
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert hf.read_config(tmp_path).n_kv_head == 4
     del config["rms_norm_eps"]                  # theirs would be 1e-6 and ours 1e-5: fluent and wrong
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "rms_norm_eps is missing" in refused(capsys, lambda: load_model(tmp_path))

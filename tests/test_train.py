@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ import train as script
 from configurator import configure
 from engine.manifest import newest, verify
 from engine.monitor import read_log
-from engine.shards import ShardWriter, write_index
-from small import ROOT, byte_tokenizer
+from engine.shards import ShardWriter, TokenData, batch, n_blocks, write_index
+from small import ALONE, ROOT, byte_tokenizer, small_llama
 
 SHAPE = ("--n_layer=2 --n_head=2 --n_kv_head=2 --n_embd=32 --n_inner=64 --block_size=32 --batch_tokens=256 --micro_batch_size=2 "
          "--learning_rate=3e-3 --eval_every=1000 --eval_blocks=4 --log_every=1 --threads=1 --device=cpu --dtype=fp32 --compile=False").split()
@@ -161,9 +162,10 @@ def test_a_step_that_is_not_finite_is_skipped_and_reported(data, tmp_path, monke
 
 def test_too_many_such_steps_end_the_run_with_the_last_good_checkpoint(data, tmp_path, monkeypatch):
     extra = ["--max_steps=30", "--save_full=2", "--save_light=2", "--max_bad_steps=3"]
-    with monkeypatch.context() as patch:
-        patch.setattr(script, "token_losses", poison(range(17, 200)))
-        assert "3 steps in a row" in refused(data, tmp_path / "out", *extra)
+    for begin in (17, 1):               # from the fifth step on; then again from the checkpoint of the sixth, where two were counted
+        with monkeypatch.context() as patch:
+            patch.setattr(script, "token_losses", poison(range(begin, 200)))
+            assert "step 7: 3 steps in a row" in refused(data, tmp_path / "out", *extra)
     train(data, tmp_path / "good", *extra, "--keep=0")
     good = weights(tmp_path / "good", 4)
     assert same(weights(tmp_path / "out", 4), good)                               # as it was
@@ -275,6 +277,32 @@ def test_init_from_keeps_every_weight(data, tmp_path):
     assert same(weights(tmp_path / "second", 1), weights(tmp_path / "first", 3))
     said = refused(data, tmp_path / "third", f"--init_from={start}", "--n_embd=64", "--n_inner=96")
     assert "n_embd = 64" in said and "n_inner = 96" in said
+
+
+def test_gradients_are_clipped(data, tmp_path):
+    train(data, tmp_path / "first", "--max_steps=1")
+    start = tmp_path / "first" / "pretrain" / "step_00000001"
+    for clip, moved in (("1e-12", False), ("1", True)):         # far below Adam's epsilon of 1e-8 nothing moves
+        train(data, tmp_path / clip, "--max_steps=1", f"--init_from={start}", "--weight_decay=0", f"--grad_clip={clip}")
+        old, new = weights(tmp_path / "first", 1), weights(tmp_path / clip, 1)
+        assert (max((old[name] - new[name]).abs().max() for name in old) > 1e-5) == moved
+
+
+def test_held_out_numbers_by_hand(data):
+    tokenizer, model = byte_tokenizer(), small_llama(3, dropout=0.5).train()
+    val = TokenData(data / "tokens", "val", tokenizer.hash)
+    blocks = range(n_blocks(val.n_tokens, 32))                  # the last of them is padded
+    byte_counts = torch.tensor([len(b) for b in tokenizer.token_bytes])
+    scores = script.evaluate(model, val, blocks, SimpleNamespace(micro_batch_size=2, block_size=32), tokenizer, byte_counts, ALONE)
+    assert model.training
+    x, y, w = (torch.from_numpy(part) for part in batch(val, blocks, 32))
+    losses = -model.eval()(x).log_softmax(-1).gather(-1, y[..., None])[..., 0]
+    real, eos, bos, first = w > 0, y == tokenizer.eos_id, y == tokenizer.bos_id, x == tokenizer.bos_id
+    assert not real.all() and not (real & bos).any()
+    by_hand = {"loss": losses[real].mean(), "loss_eos": losses[real & eos].mean(), "loss_bos": losses[bos].mean(),
+               "loss_first": losses[real & first].mean(), "loss_ordinary": losses[real & ~eos & ~first].mean(),
+               "bits_per_byte": losses[real & (y < 256)].mean() / math.log(2)}        # each byte is a token
+    assert scores == pytest.approx({name: value.item() for name, value in by_hand.items()}, rel=1e-5)
 
 
 def test_data_that_ends_starts_again(tmp_path):
