@@ -30,7 +30,7 @@ from engine.files import write_json
 from engine.hf import find_folder, load_weights, read_config
 from engine.loss import token_losses
 from engine.monitor import Monitor, read_log
-from engine.optim import Guard, adamw, clip, lr_at, muon, set_lr, warmup_length
+from engine.optim import Guard, clip, lr_at, optimizers_of, set_lr, warmup_length
 from engine.run import open_run, refuse_hopeless, refuse_once, save_when_due
 from engine.shards import TokenData, batch, n_blocks, step_blocks
 from engine.tokenizer import Tokenizer
@@ -213,8 +213,7 @@ def main(config):
     model.to(setup.device)
     parallel.compile_blocks(model, setup, config.compile)
     betas = (config.beta1, config.beta2)
-    optimizers = (muon(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay, betas)
-                  if config.matrix_learning_rate else [adamw(model, config.learning_rate, config.weight_decay, betas)])
+    optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay, betas)
 
     # 3. Continue where an earlier call stopped.
     modules, moments = {"model": model}, {"model": optimizers}
