@@ -34,7 +34,7 @@ from engine.generate import generate
 from engine.hf import find_folder, load_model
 from engine.monitor import Monitor
 from engine.optim import clip, lr_at, optimizers_of, set_lr
-from engine.parallel import accumulating, all_sum, barrier, finish, start, wrap
+from engine.parallel import accumulating, all_sum, barrier, compile_blocks, finish, start, wrap
 from engine.run import open_run, refuse_once
 from engine.shards import step_blocks
 
@@ -42,10 +42,11 @@ data_dir = "data/demo"         # its chat/ holds the preferences
 out_dir = "out/demo"           # this stage writes into out_dir/reward
 init_from = ""                 # folder of the model to start from; empty: out_dir/sft
 seed = 1                       # of the order of the pairs
-device = "auto"                # 'auto', 'cpu', 'cuda', 'mps'
+device = "auto"                # 'auto', 'cpu', 'cuda'
 dtype = "auto"                 # of the matrix products: 'auto', 'bf16', 'fp32'
 threads = 0                    # of a CPU; 0: the cores of the machine, shared by its processes
 deterministic = True           # the same bits in every run
+compile = False                # torch.compile, per block; pays in a run of more than some hundred steps
 attention = "flash"            # 'flash' or 'fp32'; the explicit one is the faster one for short rows on a CPU
 max_pairs = 0                  # how many of the training pairs to use; 0: all
 epochs = 1                     # with more than one it learns the pairs by heart
@@ -237,6 +238,7 @@ def main(config):
 
     # 4. Training, from wherever the last full checkpoint stands.
     optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay)
+    compile_blocks(model, setup, config.compile)
     wrapped = wrap(model, setup)
     state = checkpoint.resume(run, {"model": model}, {"model": optimizers}, setup) or {"step": 0}
     first, before, warmup = state["step"], state.get("seconds", 0.0), int(config.warmup_share * steps)

@@ -81,7 +81,7 @@ max_bad_steps = 10              # so many steps in a row with a loss or gradient
 # the machine
 device = "auto"
 dtype = "auto"
-compile = False                 # rows differ in length, and each new length costs a compilation
+compile = False                 # torch.compile, per block; pays in a run of more than some hundred steps
 deterministic: bool | None = None
 threads = 0
 

@@ -13,11 +13,6 @@ venv=$PWD/.venv
 # the same, bit for bit. (GNU's OpenMP only, the one in torch for Linux; it reads this when torch is loaded.)
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
 
-# Large tensors come from the system and go back to it at every use, and each fresh page of them is first filled with
-# zeros: a fifth of a training step on two cores. Kept, they are only reused. (glibc only; it reads these at its start.)
-export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-1073741824}"      # most: 1 GiB
-export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-8589934592}"
-
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
 find_python() {
