@@ -63,27 +63,27 @@ KINDS = {
         "Count the parameters of `{}`.",
         "Here is `{}`. How many parameters are there?",
     ), "Parameters: {}.", r"\d+"),
-    "optional": Kind("reading", True, 0.04, (
+    "optional": Kind("reading", True, 0.03, (
         "Which parameters of `{}` have a default?",
         "What may I leave out when I call `{}`?",
         "Name the parameters of `{}` that have a default.",
     ), "With a default: {}.", r"[A-Za-z_]\w*(, [A-Za-z_]\w*)*"),
-    "default": Kind("reading", True, 0.05, (
+    "default": Kind("reading", True, 0.03, (
         "In `{}`, what is the default of {}?",
         "Here is `{}`. Which default has {}?",
         "Look at `{}` and tell me the default of {}.",
     ), "It is {}", r"[A-Za-z_]\w*=(-?\w[\w.]*|'\w*')"),
-    "style": Kind("rule", False, 0.15, (
+    "style": Kind("rule", False, 0.25, (
         "How is the name `{}` written?",
         "Describe the style of `{}`.",
         "What kind of name is `{}`?",
     ), "It is {}.", r"(public|private), (lower case|capitals|CamelCase|mixedCase|of no style)"),
-    "words": Kind("rule", False, 0.17, (
+    "words": Kind("rule", False, 0.15, (
         "Of how many words is `{}` made?",
         "How many words are in `{}`?",
         "Count the words of `{}`.",
     ), "Words: {}.", r"\d+"),
-    "spell": Kind("rule", False, 0.05, (
+    "spell": Kind("rule", False, 0.03, (
         "Spell `{}`.",
         "How is `{}` spelled?",
         "Give me the letters of `{}`.",
@@ -94,7 +94,7 @@ KINDS = {
         "What would a function for `{}` be called?",
         "Join `{}` into a name.",
     ), "`{}`", r"[a-z][a-z0-9]*(_[a-z0-9]+)*"),
-    "remark": Kind("remark", False, 0.25, remark.QUESTIONS, "{}", "", weight=0.25),
+    "remark": Kind("remark", False, 0.22, remark.QUESTIONS, "{}", "", weight=0.25),
 }
 
 
