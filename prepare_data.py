@@ -48,7 +48,7 @@ from prepare.audit import add, empty_audit, finished, judge, measure, tally, wat
 from prepare.corpus import build_corpus
 from prepare.dedup import PARAGRAPH_BREAK, MinHash, paragraph_hashes, repeated, representatives, text_hash
 from prepare.filters import FILTERS, RULES
-from prepare.warc import read_pages
+from prepare.warc import read_pages, shown_name
 
 data_dir = "data/demo"            # everything is written in here
 inputs: tuple[str] = ()           # files, folders or globs
@@ -79,6 +79,7 @@ DOCS_PER_FILE = 20_000
 # The cleaned pages of an input file depend on all keys but these.
 LATER_KEYS = {"data_dir", "inputs", "corpus", "corpus_modules", "minhash_threshold", "val_fraction", "shard_tokens",
               "workers"}
+OURS = {".lock", "audit.json", "work", "docs", "tokens", "tokenizer", "chat"}     # in data_dir
 CLEANED = (".jsonl.zst", ".npz", ".json")         # of one input file: its documents, what is compared of them, counts
 HARMLESS = {"records", "other_records", "warc_truncated_header"}      # counted in reading, but no loss
 NOTES = {"mislabelled": "mislabelled_charset", "invisible": "invisible_characters_removed"}     # of pages that are kept
@@ -152,7 +153,7 @@ def clean_file(path, target, settings, alone=True):
     hashes, signatures, places, paragraphs = [], [], [], []
     documents = DocumentFile(f"{target}.jsonl.zst")
     pages = read_pages(path, losses, settings["max_decompressed"])
-    for page in progress(pages, None, f"cleaning {Path(path).name}") if alone else pages:
+    for page in progress(pages, None, f"cleaning {shown_name(path)}") if alone else pages:
         try:
             if not passes(page, steps, settings, audit):
                 continue
@@ -162,7 +163,7 @@ def clean_file(path, target, settings, alone=True):
         text = page["text"]
         documents.add({"id": page["id"], "url": page["url"], "text": text, "length": len(text), "date": page["date"],
                        "language": page["language"], "language_score": round(page["language_score"], 6),
-                       "source": Path(path).name})
+                       "source": shown_name(path)})
         hashes.append(np.frombuffer(text_hash(text), dtype=np.uint64))
         signatures.append(minhash.signature(text))
         places.append(place(page, settings["val_pinned"]))
@@ -222,7 +223,8 @@ def clean_inputs(paths, config, work):
             targets.append(work / digest(path.name, sha256_file(path), settings, program)[:16])
         except OSError as error:
             refuse(f"input {path} cannot be read: {error.strerror}. Mend it or leave it out of --inputs.")
-    todo = {target: path for path, target in zip(paths, targets) if not target.with_suffix(".json").exists()}
+    todo = {target: path for path, target in zip(paths, targets)
+            if not all(target.with_suffix(end).exists() for end in CLEANED)}
     if config.workers > 1 and len(todo) > 1:
         # Not multiprocessing.Pool, which waits for ever for a worker that the system has killed.
         spawn = multiprocessing.get_context("spawn")
@@ -373,12 +375,23 @@ def check(config):
         if not Path(pattern).is_file():
             names = glob.glob(f"{glob.escape(pattern)}/**" if Path(pattern).is_dir() else pattern, recursive=True)
         files = {Path(name) for name in names if Path(name).is_file()}
+        own = {path for path in files if is_ours(path, Path(config.data_dir).resolve())}
         if not files:
             problems.append(f"--inputs: {pattern!r} matches no file (looked in {os.getcwd()})")
-        paths |= files
+        elif files == own:
+            problems.append(f"--inputs: {pattern!r} matches only files of {config.data_dir} that are written by this "
+                            "script or the next ones; choose another --data_dir")
+        paths |= files - own
     if problems:
         refuse(*problems)
     return sorted(paths)
+
+
+def is_ours(path, root):
+    """Whether the stages write such a file in the data folder. A folder of inputs may be the data folder or hold it:
+    results must not be read as inputs by the second call, nor inputs be overwritten by results."""
+    path = path.resolve()
+    return path.is_relative_to(root) and path.relative_to(root).parts[0] in OURS
 
 
 def intact(root, entries):
@@ -448,7 +461,7 @@ def prepare(config, root, paths):
             add(counts, part["audit"])
         documents = write_documents(done, config, root / "docs", counts)
         audit = {"key": key, "source_hash": source_hash,
-                 "inputs": [{"file": path.name, "part": target.name, "documents": part["documents"],
+                 "inputs": [{"file": shown_name(path), "part": target.name, "documents": part["documents"],
                              "whole": part["whole"], "losses": part["losses"]}
                             for path, (target, part) in zip(paths, done)],
                  **finished(counts, dict(config.items())), "documents": documents}
@@ -456,7 +469,7 @@ def prepare(config, root, paths):
         write_json(audit_file, audit)
     if not audit["documents"]:
         refuse_empty(audit)
-    remove_others(root / "docs", "*.jsonl.zst*", [Path(entry["file"]).name for entry in audit["documents"]])
+    remove_others(root / "docs", "*_[0-9][0-9][0-9][0-9][0-9].jsonl.zst*", [Path(entry["file"]).name for entry in audit["documents"]])
 
     # 4. Token shards, once there is a tokenizer.
     if not (root / "tokenizer" / "tokenizer.json").exists():

@@ -9,6 +9,7 @@ wrong, to go on at the next record, and to count what was lost in `losses`.
 """
 
 import json
+import os
 import re
 import zlib
 from pathlib import Path
@@ -29,6 +30,11 @@ CHUNK_HEAD = re.compile(rb"(?:\r?\n)?([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\n]*)?\r?\n")
 NEXT_RECORD = re.compile(rb"\r?\n(?=WARC/[01]\.\d+[ \t]*\r?\n[A-Za-z-]+:)")
 
 
+def shown_name(path):
+    """A file's name as text that can be written: a name need not be UTF-8."""
+    return os.fsencode(Path(path).name).decode("utf-8", "replace")
+
+
 def read_pages(path, losses, max_decompressed=1 << 40):
     """Yield the pages of the file at `path`, in order. Raises OSError when the file itself cannot be read."""
     window = Window(chunks(path, losses, max_decompressed))
@@ -40,7 +46,7 @@ def read_pages(path, losses, max_decompressed=1 << 40):
     elif start.startswith(b"WARC/") or name.endswith(WARC_NAMES):
         yield from warc_pages(window, losses)
     elif name.endswith(JSONL_NAMES) or start.lstrip().startswith(b"{"):
-        yield from json_pages(window, losses, Path(path).name)
+        yield from json_pages(window, losses, shown_name(path))
     elif name.endswith(TEXT_NAMES):
         yield from text_pages(window, losses, path)
     else:
@@ -243,7 +249,7 @@ def json_page(line):
 def text_pages(window, losses, path):
     """A text file is one page."""
     body = window.take(RECORD_LIMIT)
-    page = {"url": "", "id": Path(path).name, "date": "", "kind": "text", "body": body, "charset": ""}
+    page = {"url": "", "id": shown_name(path), "date": "", "kind": "text", "body": body, "charset": ""}
     if window.peek(1):
         page["drop"] = "file_too_long"
     yield page

@@ -340,7 +340,8 @@ def test_stale_and_damaged_shard_files_do_not_survive(tmp_path, inputs, byte_tok
 
 def test_what_others_keep_in_the_data_folder_is_left_alone(tmp_path, inputs, byte_tokenizer, monkeypatch):
     """Say the data folder is somebody's home, with a folder "work" of his own in it."""
-    theirs = [tmp_path / "d" / name for name in ("work/thesis.txt", "docs/letter.txt", "tokens/notes", "letters/a.tmp")]
+    theirs = [tmp_path / "d" / name for name in ("work/thesis.txt", "docs/letter.txt", "docs/a.jsonl.zst", "tokens/notes",
+                                                  "letters/a.tmp")]
     for path in theirs:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("precious")
@@ -350,7 +351,7 @@ def test_what_others_keep_in_the_data_folder_is_left_alone(tmp_path, inputs, byt
     monkeypatch.setattr(prepare_data, "clean_file", lambda *_: open(tmp_path / "no" / "such"))
     with pytest.raises(SystemExit):
         run(tmp_path / "d", inputs, "--min_chars=211")
-    assert [path.read_text() for path in theirs] == ["precious"] * 4
+    assert [path.read_text() for path in theirs] == ["precious"] * 5
 
 
 @pytest.mark.parametrize("step, change", [("write_index", "--shard_tokens=50"),
@@ -378,6 +379,34 @@ def test_an_input_that_is_half_cleaned_does_not_count_as_cleaned(tmp_path, input
     assert not list((tmp_path / "d" / "work").glob("*.json"))
     run(tmp_path / "d", inputs)
     assert len(documents(tmp_path / "d")) == 12
+
+
+@pytest.mark.parametrize("end", [".jsonl.zst", ".npz", ".json"])
+def test_a_cleaned_file_that_is_gone_is_made_again(tmp_path, inputs, end):
+    run(tmp_path / "d", inputs)
+    for path in (tmp_path / "d" / "work").glob(f"*{end}"):
+        path.unlink()
+    run(tmp_path / "d", inputs, "--val_fraction=0.5")
+    assert len(documents(tmp_path / "d")) == 12
+
+
+def test_results_in_the_folder_of_inputs_are_no_inputs(tmp_path, inputs, byte_tokenizer, capsys):
+    run(inputs, inputs)
+    before = results(inputs)
+    run(inputs, inputs)
+    assert results(inputs) == before and "documents: done before and unchanged" in capsys.readouterr().out
+    byte_tokenizer(inputs)
+    run(inputs, inputs)
+    assert len(documents(inputs)) == 12 and (inputs / "tokens" / "index.json").exists()
+
+
+def test_inputs_where_results_go_are_refused_and_left_alone(tmp_path, capsys):
+    mine = tmp_path / "d" / "docs" / "mine.jsonl"
+    mine.parent.mkdir(parents=True)
+    mine.write_text(json.dumps({"text": prose("alder")}))
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path / "d", tmp_path / "d" / "docs")
+    assert stop.value.code == 2 and "choose another --data_dir" in capsys.readouterr().err and mine.exists()
 
 
 def test_every_change_to_the_program_counts(tmp_path, monkeypatch):
@@ -601,3 +630,14 @@ def test_hostile_urls_and_ids_do_not_stop_anything(tmp_path):
     run(tmp_path / "d", tmp_path / "a.jsonl")
     assert len(documents(tmp_path / "d")) == len(urls)
     assert np.isfinite([prepare_data.place({"url": url, "text": "x"}, ()) for url in ("", "a")]).all()
+
+
+def test_a_file_name_that_is_not_utf8(tmp_path):
+    for name, word in ((b"a\xff.txt", "alder"), (b"b\xff.jsonl", "birch")):
+        text = prose(word) if name.endswith(b"txt") else json.dumps({"text": prose(word)})
+        try:
+            (tmp_path / os.fsdecode(name)).write_text(text)
+        except OSError:
+            pytest.skip("this file system takes UTF-8 names only")
+    run(tmp_path / "d", f"{tmp_path}/*.*")
+    assert {document["source"] for document in documents(tmp_path / "d")} == {"a\ufffd.txt", "b\ufffd.jsonl"}
