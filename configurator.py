@@ -198,11 +198,14 @@ def run_file(path):
         exec(compile(tree, path, "exec"), names)
     except (Exception, SystemExit) as error:
         own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        if isinstance(error, SyntaxError) and error.filename == path:     # one that only compile() sees, as `return 1`
+            raise ValueError(f"{path}, line {error.lineno}: syntax error: {error.msg}")
         raise ValueError(f"{path}, line {own[-1] if own else '?'}: {type(error).__name__}: {error}")
     for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            lines[node.id] = node.lineno
         if isinstance(node, ast.Assign):
             name = ast.unparse(node.targets[0])
-            lines[name] = node.lineno
             lines.update({(name, word.arg): word.value.lineno for word in getattr(node.value, "keywords", ())})
     return names, lines
 
@@ -215,7 +218,9 @@ def settings_of(path, script, schemas, problems):
         problems.append(str(error))
         return {}
     known = {name for schema in schemas.values() for name in schema}
-    where = lambda place: f"{path}, line {lines.get(place, '?')}"
+    # A key of a section that is no dict(...) is where its section is.
+    section = lambda place: lines.get(place[0], "?") if isinstance(place, tuple) else "?"
+    where = lambda place: f"{path}, line {lines.get(place) or section(place)}"
     shared, own = [], []     # (script, key, value, place in the file)
     for name, value in names.items():
         if name.startswith("_") or isinstance(value, types.ModuleType) or callable(value) and name not in known:
@@ -224,6 +229,8 @@ def settings_of(path, script, schemas, problems):
             own += [(name, key, inner, (name, key)) for key, inner in value.items()]
         elif name in known:
             shared += [(stem, name, value, name) for stem in schemas if name in schemas[stem]]
+        elif name in schemas:
+            problems.append(f"{where(name)}: {name} must be a dict of keys for {name}.py, found {value!r}")
         else:
             problems.append(f"{where(name)}: no script has a key '{name}'{nearest(name, known | set(schemas))}")
     settings = {}

@@ -469,7 +469,8 @@ def prepare(config, root, paths):
         write_json(audit_file, audit)
     if not audit["documents"]:
         refuse_empty(audit)
-    remove_others(root / "docs", "*_[0-9][0-9][0-9][0-9][0-9].jsonl.zst*", [Path(entry["file"]).name for entry in audit["documents"]])
+    remove_others(root / "docs", "*_[0-9][0-9][0-9][0-9][0-9].jsonl.zst*",
+                  [Path(entry["file"]).name for entry in audit["documents"]])
 
     # 4. Token shards, once there is a tokenizer.
     if not (root / "tokenizer" / "tokenizer.json").exists():

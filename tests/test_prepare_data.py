@@ -340,8 +340,8 @@ def test_stale_and_damaged_shard_files_do_not_survive(tmp_path, inputs, byte_tok
 
 def test_what_others_keep_in_the_data_folder_is_left_alone(tmp_path, inputs, byte_tokenizer, monkeypatch):
     """Say the data folder is somebody's home, with a folder "work" of his own in it."""
-    theirs = [tmp_path / "d" / name for name in ("work/thesis.txt", "docs/letter.txt", "docs/a.jsonl.zst", "tokens/notes",
-                                                  "letters/a.tmp")]
+    names = ("work/thesis.txt", "docs/letter.txt", "docs/a.jsonl.zst", "tokens/notes", "letters/a.tmp")
+    theirs = [tmp_path / "d" / name for name in names]
     for path in theirs:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("precious")
