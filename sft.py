@@ -38,7 +38,7 @@ from engine import chat, checkpoint, parallel
 from engine.files import write_json
 from engine.hf import find_folder, load_model
 from engine.loss import token_losses
-from engine.monitor import Monitor
+from engine.monitor import Monitor, read_log
 from engine.optim import Guard, clip, lr_at, optimizers_of, set_lr, warmup_length
 from engine.run import open_run, refuse_hopeless, refuse_once, save_when_due
 from engine.shards import permuted
@@ -346,9 +346,10 @@ def main(config):
     # 6. The end.
     monitor.close()
     if setup.is_main:
+        final = read_log(run)[-1]       # and not local names: a run may be killed between its last step and here
         write_json(run / "result.json", {
             "steps": max_steps, "conversations": len(examples), "epochs": max_steps / per_epoch,
-            "train_loss": totals["loss"], "val_loss": record["val_loss"], **lost})
+            "train_loss": final["loss"], "val_loss": final["val_loss"], **lost})
     setup.say(f"tuned model in {checkpoint.folder_of(run, 'light', max_steps)}")
     parallel.finish(setup)
 

@@ -235,6 +235,14 @@ def test_an_interrupted_run_continues_bit_for_bit(world, monkeypatch):
     assert json.loads((torn / "result.json").read_text())["steps"] == last
 
 
+def test_a_run_that_was_killed_behind_its_last_step_is_finished_by_the_next_call(world):
+    run = world("out")
+    result = (run / "result.json").read_bytes()
+    (run / "result.json").unlink()
+    world("out")
+    assert (run / "result.json").read_bytes() == result
+
+
 def test_a_finished_run_says_so_and_other_data_is_refused(world, capsys):
     world("out", "--max_steps=3")
     capsys.readouterr()
