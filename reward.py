@@ -31,12 +31,13 @@ from configurator import configure
 from engine import chat, checkpoint, rl
 from engine.files import write_json
 from engine.generate import generate
-from engine.hf import find_folder, load_model
+from engine.hf import find_folder, load_model, read_config
 from engine.monitor import Monitor
 from engine.optim import clip, lr_at, optimizers_of, set_lr
 from engine.parallel import accumulating, all_sum, barrier, compile_blocks, finish, start, wrap
 from engine.run import open_run, refuse_once
 from engine.shards import step_blocks
+from engine.tokenizer import Tokenizer
 
 data_dir = "data/demo"         # its chat/ holds the preferences
 out_dir = "out/demo"           # this stage writes into out_dir/reward
@@ -211,27 +212,34 @@ def main(config):
     train_file, source = data / "preferences_train.jsonl", find_folder(config.init_from or Path(config.out_dir) / "sft")
     if not train_file.exists():
         refuse_once(setup, f"{train_file} is missing; the demonstration's is made by: {config.command('prepare_chat')}")
+    # What is asked of the settings and the pairs, before the folder is bound to them.
+    tokenizer, context = Tokenizer.load(source), read_config(source).block_size
+    train, too_long = read_pairs(train_file, tokenizer, context)
+    train = train[:config.max_pairs or None]
+    counts = ("pairs_per_step", "micro_batch_size", "epochs", "max_new_tokens", "log_every")
+    problems = [f"{key} must be at least 1, found {getattr(config, key)}" for key in counts if getattr(config, key) < 1]
+    if config.sft_samples < 2:
+        problems.append(f"sft_samples must be at least 2, found {config.sft_samples}: one score has no deviation")
+    if config.matrix_learning_rate and config.learning_rate <= 0:
+        problems.append("matrix_learning_rate needs a learning_rate above 0, whose share it is")
+    if len(train) < config.pairs_per_step:
+        problems.append(f"{train_file} has {len(train)} usable pairs ({too_long} are longer than the model's "
+                        f"{context} tokens), fewer than pairs_per_step = {config.pairs_per_step}")
+    if config.pairs_per_step % setup.world:
+        problems.append(f"pairs_per_step = {config.pairs_per_step} can not be shared by {setup.world} processes")
+    if problems:
+        refuse_once(setup, *problems)
     run, lock = open_run(config, "reward", setup, model=source, pairs=train_file)
     if lock is None:
         return
 
     # 2. The starting model, and its trunk once more under a head of one number.
-    policy, tokenizer = load_model(source, attention=config.attention)
+    policy, _ = load_model(source, attention=config.attention)
     model, _ = load_model(source, kind="scalar", attention=config.attention)
     policy.to(setup.device).eval()
     model.to(setup.device).eval()                                          # dropout would be noise in a difference
 
-    # 3. The pairs, and what is asked of them.
-    train, too_long = read_pairs(train_file, tokenizer, model.config.block_size)
-    train = train[:config.max_pairs or None]
-    problems = []
-    if len(train) < config.pairs_per_step:
-        problems.append(f"{train_file} has {len(train)} usable pairs ({too_long} are longer than the model's "
-                        f"{model.config.block_size} tokens), fewer than pairs_per_step = {config.pairs_per_step}")
-    if config.pairs_per_step % setup.world:
-        problems.append(f"pairs_per_step = {config.pairs_per_step} can not be shared by {setup.world} processes")
-    if problems:
-        refuse_once(setup, *problems)
+    # 3. What it will cost.
     steps = config.epochs * len(train) // config.pairs_per_step
     setup.say(f"reward: {len(train):,} pairs ({too_long} too long), {steps} steps of {config.pairs_per_step}; "
               f"{sum(p.numel() for p in model.parameters()):,} parameters on {setup.device}, {setup.dtype}")
@@ -270,7 +278,7 @@ def main(config):
         if (step + 1) % config.log_every == 0 or step + 1 == steps:
             line = f"loss {loss:.4f}  ranked right {accuracy:.1%}"
             monitor.log(step + 1, line, loss=loss, accuracy=accuracy, lr=lr, grad_norm=norm)
-        if (step + 1) % config.save_full == 0 and step + 1 < steps:
+        if config.save_full and (step + 1) % config.save_full == 0 and step + 1 < steps:
             facts = {"seconds": before + time.perf_counter() - started}
             checkpoint.save_full(run, step + 1, {"model": model}, {"model": optimizers}, facts, setup)
             if setup.is_main:

@@ -199,12 +199,15 @@ def test_interrupted_and_continued_is_the_same(world, tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize("options, said", [
     (["--pairs_per_step=64"], "40 usable pairs"),
+    (["--log_every=0", "--micro_batch_size=0"], "micro_batch_size must be at least 1"),
+    (["--sft_samples=1"], "no deviation"),
     (["--init_from=/nowhere"], "/nowhere"),
     (["--data_dir=/nowhere"], "prepare_chat.py")])
 def test_refusals(world, tmp_path, capsys, options, said):
     with pytest.raises(SystemExit) as refused:
         reward.main(config_of(world, tmp_path, *options))
     assert refused.value.code == 2 and said in capsys.readouterr().err
+    assert not (tmp_path / "reward" / "config.json").exists()      # the folder is not bound to what was refused
 
 
 def test_changed_settings_are_refused_on_resume(world, tmp_path, capsys):
