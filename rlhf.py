@@ -46,15 +46,16 @@ import torch
 from chatdata import remark
 from configurator import configure, refuse
 from engine import chat, checkpoint, rl
-from engine.files import printable, write_json
+from engine.files import printable, read_json, write_json
 from engine.generate import generate
-from engine.hf import find_folder, load_model
+from engine.hf import find_folder, load_model, read_config
 from engine.loss import logprobs
 from engine.monitor import Monitor
 from engine.optim import adamw, clip, lr_at, set_lr
 from engine.parallel import accumulating, all_sum, barrier, finish, start, wrap
 from engine.run import open_run, refuse_once
 from engine.shards import step_blocks
+from engine.tokenizer import Tokenizer
 
 data_dir = "data/demo"         # its chat/ holds the prompts
 out_dir = "out/demo"           # reads out_dir/sft and out_dir/reward, writes into out_dir/ppo
@@ -425,11 +426,28 @@ def problems_of(config, setup):
                      "top_p = 1.0 do. (Use them in sample.py, where nothing is learned from the samples.)")
     if config.temperature <= 0:
         found.append(f"temperature = {config.temperature} leaves nothing to explore; it must be above 0")
-    if config.episodes % (setup.world * config.minibatches):
+    if config.episodes < 1 or config.episodes % (setup.world * max(1, config.minibatches)):
         found.append(f"episodes = {config.episodes} can not be shared by {setup.world} processes and "
                      f"{config.minibatches} minibatches")
-    if min(config.updates, config.epochs, config.minibatches, config.max_new_tokens, config.micro_batch_size) < 1:
-        found.append("updates, epochs, minibatches, max_new_tokens and micro_batch_size must be at least 1")
+    counts = ("updates", "epochs", "minibatches", "max_new_tokens", "micro_batch_size", "log_every")
+    found += [f"{key} must be at least 1, found {getattr(config, key)}" for key in counts if getattr(config, key) < 1]
+    if config.eval_prompts < setup.world:
+        found.append(f"eval_prompts = {config.eval_prompts}: expected at least one for each of {setup.world} processes")
+    return found
+
+
+def problems_of_models(policy, reward):
+    """What forbids two folders to work together, a sentence each: ids that mean something else to the other model, or a
+    head that would be drawn at random, give scores that look like any."""
+    found, hashes = [], [Tokenizer.load(folder).hash for folder in (policy, reward)]
+    if hashes[0] != hashes[1]:
+        found.append(f"{policy} and {reward} have different tokenizers ({hashes[0][:16]}, {hashes[1][:16]}); train the "
+                     "reward model from this policy's own stage: reward.py --init_from=DIR")
+    if "LlamaForSequenceClassification" not in read_json(reward / "config.json").get("architectures", ()):
+        found.append(f"{reward} is no reward model: it has no head of one number. reward.py makes one")
+    contexts = [read_config(folder).block_size for folder in (policy, reward)]
+    if contexts[1] < contexts[0]:
+        found.append(f"{reward} reads {contexts[1]} tokens, {policy} writes up to {contexts[0]}")
     return found
 
 
@@ -448,13 +466,24 @@ def main(config):
                     + config.command("prepare_chat.py"))
     policy_folder = find_folder(config.policy_from or Path(config.out_dir) / "sft")
     reward_folder = find_folder(config.reward_from or Path(config.out_dir) / "reward")
+    if problems := problems_of_models(policy_folder, reward_folder):
+        refuse_once(setup, *problems)
+
+    # The prompts: for training, and held out. Looked at before the folder is bound to the settings.
+    tokenizer, context = Tokenizer.load(policy_folder), read_config(policy_folder).block_size
+    longest = context - config.max_new_tokens
+    (prompts, long), (held_out, _) = (read_prompts(file, tokenizer, longest) for file in files.values())
+    held_out = held_out[:config.eval_prompts]
+    if not prompts or len(held_out) < setup.world:
+        refuse_once(setup, f"{data}: no prompts of at most {longest} tokens (the model's {context} less "
+                    "max_new_tokens) in prompts_train.jsonl or prompts_val.jsonl, or fewer than processes")
     run, lock = open_run(config, "ppo", setup, model=policy_folder, reward=reward_folder, prompts=files["train"])
     if lock is None:
         return
 
     # The four networks. All of them stay in eval mode for the whole run: with dropout on, the ratio of new and old
     # probabilities would be noise.
-    policy, tokenizer = load_model(policy_folder, attention=config.attention)
+    policy, _ = load_model(policy_folder, attention=config.attention)
     reward, _ = load_model(reward_folder, kind="scalar", attention=config.attention)
     policy.to(setup.device).eval()
     reward.to(setup.device).eval().requires_grad_(False)
@@ -465,12 +494,6 @@ def main(config):
     setup.say(f"ppo: four networks of {size:,} parameters, {memory:,.0f} MiB: policy and critic with gradients and "
               f"Adam's moments, reference and reward frozen; on {setup.device}, {setup.dtype}")
 
-    # The prompts: for training, and held out.
-    longest = policy.config.block_size - config.max_new_tokens
-    (prompts, long), (held_out, _) = (read_prompts(file, tokenizer, longest) for file in files.values())
-    if not prompts or not held_out:
-        refuse_once(setup, f"{data}: no prompts of at most {longest} tokens (the model's {policy.config.block_size} "
-                    "less max_new_tokens) in prompts_train.jsonl or prompts_val.jsonl")
     setup.say(f"ppo: {len(prompts):,} prompts ({long} too long), {len(held_out)} held out; {config.updates} updates of "
               f"{config.episodes} answers, {config.epochs} epochs of {config.minibatches} minibatches")
 
@@ -483,7 +506,6 @@ def main(config):
     # Where it starts from: a checkpoint of this run, or the held-out numbers of the starting model.
     state = checkpoint.resume(run, modules, named, setup) or {"step": 0}
     first, kl_coef, spent = state["step"], state.get("kl_coef", config.kl_coef), state.get("seconds", 0.0)
-    held_out = held_out[:config.eval_prompts]
     at_start = state.get("before") or evaluate(policy, reference, reward, held_out, tokenizer, config, setup)
     total = lambda tensor: all_sum(tensor, setup)
     monitor = Monitor(run, setup, config.updates, first, label="ppo")
@@ -541,7 +563,7 @@ def main(config):
         if (update + 1) % config.log_every == 0 or update + 1 == config.updates:
             line = "score {score:+.2f}  gold {gold:+.2f}  kl {kl:.2f}  stops {stop_rate:.0%}  length {length:.1f}"
             monitor.log(update + 1, line.format(**numbers), **numbers)
-        if (update + 1) % config.save_full == 0 and update + 1 < config.updates:
+        if config.save_full and (update + 1) % config.save_full == 0 and update + 1 < config.updates:
             seconds = spent + time.perf_counter() - started
             facts = {"seconds": seconds, "kl_coef": kl_coef, "before": at_start}
             checkpoint.save_full(run, update + 1, modules, named, facts, setup)

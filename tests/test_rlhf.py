@@ -24,6 +24,7 @@ import rlhf
 import toy
 from engine import checkpoint, generate as generation, hf, rl
 from engine.loss import logprobs
+from engine.tokenizer import Tokenizer
 from model import ScalarModel
 from small import ALONE, ROOT
 
@@ -419,6 +420,8 @@ def test_another_starting_model_does_not_continue_the_run(world, words, tmp_path
     (["--top_k=50", "--temperature=0.0", "--episodes=7"], ["top_k = 50", "temperature = 0.0", "episodes = 7"]),
     (["--top_p=0.9"], ["top_p = 0.9"]),
     (["--policy_from=/nowhere"], ["/nowhere"]),
+    (["--minibatches=0", "--log_every=0"], ["minibatches must be", "log_every must be"]),
+    (["--eval_prompts=0"], ["eval_prompts = 0"]),
     (["--data_dir=/nowhere"], ["prompts_train.jsonl", "prompts_val.jsonl", "prepare_chat.py"]),
     (["--max_new_tokens=125"], ["no prompts of at most 3 tokens"])])
 def test_refusals(world, tmp_path, capsys, options, said):
@@ -426,6 +429,20 @@ def test_refusals(world, tmp_path, capsys, options, said):
         rlhf.main(config_of(world, tmp_path, *options))
     error = capsys.readouterr().err
     assert refused.value.code == 2 and all(words in error for words in said)
+    assert not (tmp_path / "ppo" / "config.json").exists()     # the folder is not bound to what was refused
+
+
+def test_models_that_do_not_belong_together_are_refused(world, words, tmp_path, capsys):
+    with pytest.raises(SystemExit) as refused:
+        rlhf.main(config_of(world, tmp_path, f"--reward_from={world}/sft"))
+    assert refused.value.code == 2 and "is no reward model" in capsys.readouterr().err
+    other = Tokenizer(words.ranks[:-1], words.pattern, {name: id - 1 for name, id in words.specials.items()})
+    policy = toy.model(other, block_size=256)
+    toy.save(tmp_path / "policy", policy, other)
+    with pytest.raises(SystemExit) as refused:
+        rlhf.main(config_of(world, tmp_path, f"--policy_from={tmp_path}/policy"))
+    error = capsys.readouterr().err
+    assert words.hash[:16] in error and other.hash[:16] in error and "reads 128 tokens" in error
 
 
 TWO_PROCESSES = """
