@@ -222,7 +222,8 @@ def evaluate(model, examples, config, pad_id, setup):
 
 def check(config, shape, setup):
     """Everything about the settings that can not work, at once."""
-    counts = ("batch_size", "micro_batch_size", "window", "epochs", "log_every", "eval_every", "eval_conversations")
+    counts = ("batch_size", "micro_batch_size", "window", "epochs", "log_every", "eval_every", "eval_conversations",
+              "max_bad_steps")
     problems = [f"{key} must be at least 1, found {getattr(config, key)}" for key in counts if getattr(config, key) < 1]
     if config.max_steps is not None and config.max_steps < 1:
         problems.append(f"max_steps must be at least 1 (or None), found {config.max_steps}")
@@ -231,6 +232,8 @@ def check(config, shape, setup):
                         f"found {config.max_length}")
     if config.overlong not in ("truncate", "drop"):
         problems.append(f"overlong must be 'truncate' or 'drop', found '{config.overlong}'")
+    if config.matrix_learning_rate and config.learning_rate <= 0:
+        problems.append("matrix_learning_rate needs a learning_rate above 0, whose share it is")
     if config.schedule not in ("cosine", "linear", "constant"):
         problems.append(f"schedule must be 'cosine', 'linear' or 'constant', found '{config.schedule}'")
     if not 0 <= config.dropout < 1:

@@ -125,9 +125,12 @@ def check(config, shape, tokenizer, train, setup):
     if train.n_tokens <= config.block_size:
         problems.append(f"the training text has {train.n_tokens} tokens, fewer than one block and its target "
                         f"(block_size + 1 = {config.block_size + 1}): more text, or a smaller block_size")
-    for key in ("block_size", "micro_batch_size", "max_steps", "batch_tokens", "log_every", "eval_every", "eval_blocks"):
+    for key in ("block_size", "micro_batch_size", "max_steps", "batch_tokens", "log_every", "eval_every", "eval_blocks",
+                "max_bad_steps"):
         if getattr(config, key) < 1:
             problems.append(f"{key} must be at least 1, found {getattr(config, key)}")
+    if config.matrix_learning_rate and config.learning_rate <= 0:
+        problems.append("matrix_learning_rate needs a learning_rate above 0, whose share it is")
     if config.schedule not in ("cosine", "linear", "constant"):
         problems.append(f"schedule must be 'cosine', 'linear' or 'constant', found '{config.schedule}'")
     if not problems:

@@ -345,6 +345,8 @@ def test_bad_lines_are_all_named(world, capsys):
 
 def test_all_bad_settings_are_named_at_once(world, capsys):
     with pytest.raises(SystemExit) as stop:
-        world("out", "--batch_size=0", "--overlong=maybe", "--max_length=1000", "--dropout=1.5")
+        world("out", "--batch_size=0", "--overlong=maybe", "--max_length=1000", "--dropout=1.5",
+              "--max_bad_steps=0", "--learning_rate=0", "--matrix_learning_rate=0.1")
     said = capsys.readouterr().err
-    assert stop.value.code == 2 and all(word in said for word in ("batch_size", "overlong", "max_length", "dropout"))
+    assert stop.value.code == 2 and all(word in said for word in ("batch_size", "overlong", "max_length", "dropout",
+                                                                     "max_bad_steps", "matrix_learning_rate"))

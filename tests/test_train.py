@@ -226,8 +226,9 @@ def test_no_data_under_torchrun(tmp_path):
 
 
 def test_everything_wrong_is_said_at_once(data, tmp_path):
-    said = refused(data, tmp_path / "out", "--n_head=3", "--schedule=step", "--vocab_size=10", "--block_size=100000", "--dropout=2")
-    for part in ("n_head = 3", "schedule must be", "vocab_size = 10", "fewer than one block", "dropout must be"):
+    said = refused(data, tmp_path / "out", "--n_head=3", "--schedule=step", "--vocab_size=10", "--block_size=100000", "--dropout=2",
+                   "--max_bad_steps=0", "--learning_rate=0", "--matrix_learning_rate=0.1")
+    for part in ("max_bad_steps must be", "matrix_learning_rate needs", "n_head = 3", "schedule must be", "vocab_size = 10", "fewer than one block", "dropout must be"):
         assert part in said
     assert not (tmp_path / "out" / "pretrain" / "config.json").exists()
     said = refused(data, tmp_path / "out", "--batch_tokens=300")
