@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from configurator import configure, read_schema
+from configurator import configure, read_schema, refuse
 from engine.files import FORMAT_VERSION
 
 STAGES = [
@@ -80,7 +80,11 @@ def main(arguments):
     config = configure({"__file__": str(ROOT / "train.py"), "__doc__": __doc__}, arguments)
     out = Path(config.out_dir)
     timing = out / "timing.jsonl"
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        timing.touch()
+    except OSError as error:
+        refuse(f"cannot write into {out}: {error.strerror}. Choose another --out_dir.")
     begin = time.time()
     for number, (stage, script, sentence) in enumerate(STAGES, 1):
         print(f"\n=== {number}/{len(STAGES)}  {script}: {sentence}", flush=True)

@@ -114,6 +114,13 @@ def test_a_stage_that_fails_ends_the_chain_and_the_next_call_continues(repo):
     assert [line["stage"] for line in recorded(repo)].count("pretrain") == 1
 
 
+def test_a_folder_that_can_not_be_written_to(repo):
+    (repo / "taken").write_text("a file")
+    stopped = call(repo, "--out_dir=taken")
+    assert stopped.returncode == 2 and stopped.stderr.startswith("cannot write into taken")
+    assert "Traceback" not in stopped.stderr and "ran with" not in stopped.stdout
+
+
 def test_the_command_that_continues_can_be_pasted(repo):
     (repo / "fail").write_text("prepare_data")
     assert "bash runs/demo.sh '--data_dir=data/my own'\n" in call(repo, "--data_dir=data/my own").stderr
