@@ -19,6 +19,7 @@ says so. Generation ends where the context does.
 """
 
 import codecs
+import io
 import json
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ from engine.chat import read_lines, render, stop_ids, wrong_messages
 from engine.files import printable
 from engine.generate import generate
 from engine.hf import load_model
+from engine.manifest import steps_of
 
 out_dir = "out/demo"        # the run whose model speaks
 model = ""                  # a Hugging Face folder, or the folder of one stage, instead
@@ -67,7 +69,7 @@ def find_model(config):
     if config.model:
         return Path(config.model)
     stages = [Path(config.out_dir) / stage for stage in ("ppo", "sft", "pretrain")]
-    found = next((stage for stage in stages if any(stage.glob("step_*"))), None)
+    found = next((stage for stage in stages if stage.is_dir() and steps_of(stage, "light")), None)
     return found or refuse(f"no checkpoint in {', '.join(map(str, stages))}. Train one ({config.command('train')}), "
                            "or name a folder with --model=DIR.")
 
@@ -182,6 +184,9 @@ def batch(config, speaker):
 
 def main(config):
     check(config)
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):     # a terminal may not know UTF-8
+            stream.reconfigure(errors="replace")
 
     # 1. The model. What is said about it goes to stderr: standard output belongs to the answers.
     setup = parallel.start(config.device, config.dtype, threads=config.threads, seed=config.seed)

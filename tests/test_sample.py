@@ -61,7 +61,7 @@ def test_top_k_larger_than_the_vocabulary_and_seeds(ask):
 
 def test_the_furthest_stage_with_a_checkpoint_speaks(tmp_path):
     config = configure(vars(sample), [f"--out_dir={tmp_path}"])
-    (tmp_path / "ppo").mkdir()                                  # begun, but without a checkpoint
+    (tmp_path / "ppo" / "step_00000001.tmp").mkdir(parents=True)     # begun, and killed in its first checkpoint
     for stage in ("pretrain", "sft", "ppo"):
         (tmp_path / stage / "step_00000001").mkdir(parents=True)
         assert sample.find_model(config) == tmp_path / stage
@@ -179,3 +179,13 @@ def test_wrong_settings_are_named_together(folder, capsys, tmp_path):
     said = refused(f"--file={tmp_path / 'bad.jsonl'}")
     assert "line 2" in said and "line 3" in said
     assert "no checkpoint" in refused("--model=", f"--out_dir={tmp_path}")
+
+
+def test_what_is_no_utf8_on_the_way_in_or_out_stops_nothing(ask, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8"))
+    assert "model>" in ask("--chat=True", "--max_new_tokens=2")[0]
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    ask("--prompt=h\xe9", "--max_new_tokens=2")
+    terminal.flush()
+    assert terminal.buffer.getvalue().startswith(b"h?")
