@@ -379,8 +379,19 @@ def sample_questions(entries, config):
     return [entry for rows in by_kind.values() for entry in spread(rows)]
 
 
+def check(config):
+    """Refuses settings that make no sense, all at once."""
+    counts = ("stride", "batch_size", "questions", "remarks", "continuations", "continuation_tokens", "max_new_tokens")
+    problems = [f"{key} must be at least 1, found {getattr(config, key)}" for key in counts if getattr(config, key) < 1]
+    if config.text_tokens and config.text_tokens < 16:
+        problems.append(f"text_tokens must be 0 (all) or at least 16, found {config.text_tokens}")
+    if problems:
+        refuse(*problems)
+
+
 def main(config):
     # 1. What there is to measure, and with what.
+    check(config)
     setup = parallel.start(config.device, config.dtype, None, config.threads, config.seed)
     if setup.world > 1:
         refuse("evaluate.py runs in one process: start it with python, not with torchrun")

@@ -243,3 +243,10 @@ def test_no_model_is_refused(run, capsys):
     with pytest.raises(SystemExit) as stop:
         run("--models=sft,no/such/folder")
     assert stop.value.code == 2 and "no/such/folder" in capsys.readouterr().err
+
+
+def test_all_bad_settings_are_named_at_once(run, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run("--stride=0", "--batch_size=0", "--remarks=0", "--text_tokens=1")
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and all(key in said for key in ("stride", "batch_size", "remarks", "text_tokens"))
