@@ -33,6 +33,7 @@ from engine.files import printable
 from engine.tokenizer import valid_unicode
 
 ROLES = ("system", "user", "assistant")
+CHAT_TOKENS = (*(f"<|{role}|>" for role in ROLES), "<|end|>")
 MOST_REPORTED = 50          # bad lines that are printed one by one
 
 
@@ -45,6 +46,11 @@ def render(tokenizer, messages, open_assistant=False):
     what the assistant says and on its <|end|>. (Who shifts the ids by one to predict the next token shifts the
     weights with them.) open_assistant: end with <|assistant|>, so that the model's turn is next.
     """
+    missing = [name for name in CHAT_TOKENS if name not in tokenizer.specials]
+    missing += [role for role in ("bos", "pad") if getattr(tokenizer, f"{role}_id") is None]
+    if missing:
+        refuse(f"this tokenizer has no {', '.join(missing)}: conversations can not be written with it. Use a model "
+               "whose tokenizer comes from train_tokenizer.py.")
     ids, weights = [tokenizer.bos_id], [0.0]
     for message in messages:
         content = tokenizer.encode(message["content"])

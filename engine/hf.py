@@ -99,7 +99,8 @@ def write_config(folder, model, tokenizer):
     if lm:
         write_json(Path(folder) / "generation_config.json",
                    {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id,
-                    "eos_token_id": [tokenizer.eos_id, tokenizer.special("<|end|>")]})
+                    "eos_token_id": [id for id in (tokenizer.eos_id, tokenizer.specials.get("<|end|>"))
+                                     if id is not None]})
 
 
 def save_model(folder, model, tokenizer):

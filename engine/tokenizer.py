@@ -253,6 +253,8 @@ def _from_json(file):
     config = file.with_name("tokenizer_config.json")
     config = read_json(config) if config.is_file() else {}
     roles = {role: config.get(f"{role}_token", f"<|{role}|>") for role in ("bos", "eos", "pad")}
+    # Older versions of transformers write the token with its properties.
+    roles = {role: name["content"] if isinstance(name, dict) else name for role, name in roles.items()}
     return Tokenizer(ranks, pattern, specials, merges, roles)
 
 

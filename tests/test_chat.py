@@ -49,6 +49,13 @@ def test_exactly_the_assistants_words_and_their_end_are_trained(tokenizer):
         "<|user|>bye<|end|><|assistant|>"]
 
 
+def test_a_tokenizer_that_knows_no_roles_is_refused(capsys):
+    bare = Tokenizer([bytes([byte]) for byte in BYTE_ORDER], PATTERNS["gpt4"], {"<|bos|>": 256, "<|eos|>": 257})
+    with pytest.raises(SystemExit) as stop:
+        render(bare, THREE_TURNS)
+    assert stop.value.code == 2 and "no <|system|>, <|user|>, <|assistant|>, <|end|>, pad" in capsys.readouterr().err
+
+
 def test_golden_ids_and_weights(tokenizer):
     bos, user, assistant, end = (tokenizer.special(f"<|{name}|>") for name in ("bos", "user", "assistant", "end"))
     one = {char: BYTE_ORDER.index(ord(char)) for char in "ok"}

@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import hf
 from engine.hf import load_model, load_weights, save_model
+from engine.tokenizer import Tokenizer
 from model import Llama, ScalarModel
 from small import byte_tokenizer, shape, small_llama
 
@@ -37,6 +38,18 @@ def test_weights_come_back_bit_for_bit(tmp_path):
     again, _ = load_model(tmp_path)
     ours, theirs = dict(model.named_parameters()), dict(again.named_parameters())
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_tokenizer_with_bos_and_eos_alone_and_described_as_older_files_do(tmp_path):
+    """A model that was trained with it must not be lost in the end, when it is saved."""
+    bare = Tokenizer(byte_tokenizer().ranks, byte_tokenizer().pattern, {"<|bos|>": 256, "<|eos|>": 257})
+    save_model(tmp_path, small_llama(1, vocab_size=258), bare)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [257]
+    file = tmp_path / "tokenizer_config.json"
+    described = {**json.loads(file.read_text()), "bos_token": {"__type": "AddedToken", "content": "<|bos|>"}}
+    file.write_text(json.dumps(described))
+    _, again = load_model(tmp_path)
+    assert (again.bos_id, again.eos_id, again.pad_id) == (256, 257, None)
 
 
 def test_large_models_are_written_in_parts(tmp_path, monkeypatch):
