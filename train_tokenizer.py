@@ -190,12 +190,12 @@ def finished(folder, source):
     return report if whole and report["made_from"] == source else None
 
 
-def measure(config, tokenizer):
+def measure(config, tokenizer, others):
     """Bytes per token of ours and of those to compare with, on the same held-out text. -> list of rows, ours first"""
     texts = [valid_unicode(document["text"]) for document in read_documents(config.data_dir, "val")]
     size = sum(len(text.encode()) for text in texts)
     rows = []
-    for name, other in [("ours", tokenizer), *((Path(file).name, Tokenizer.load(file)) for file in config.compare)]:
+    for name, other in [("ours", tokenizer), *others]:
         encoded = other.encode_batch(texts)
         tokens = sum(map(len, encoded))
         rows.append({"name": name, "vocab_size": other.vocab_size, "documents": len(texts), "bytes": size,
@@ -223,6 +223,7 @@ def main(config):
     if report := finished(folder, source):
         print(f"{folder}: already done ({report['vocab_size']} tokens, hash {report['hash'][:16]})")
         return print_report(report)
+    others = [(Path(file).name, Tokenizer.load(file)) for file in config.compare]   # before the work
     config.save(folder)
 
     # 2. The pieces of the training text, each with its count.
@@ -261,7 +262,7 @@ def main(config):
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.tiktoken")
     report = {
         "vocab_size": tokenizer.vocab_size, "vocab_size_asked": config.vocab_size, "hash": tokenizer.hash,
-        "config_hash": config.hash, "made_from": source, "held_out": measure(config, tokenizer),
+        "config_hash": config.hash, "made_from": source, "held_out": measure(config, tokenizer, others),
         "files": {name: sha256_file(folder / name) for name in names},
     }
     write_json(folder / "report.json", report)

@@ -504,6 +504,15 @@ def test_all_wrong_keys_are_named_at_once(run, capsys):
     assert all(key in said for key in ("vocab_size = 263", "min_frequency = 0", "nowhere.bpe"))
 
 
+def test_a_vocabulary_that_can_not_be_compared_with_is_refused_before_the_work(run, tmp_path, capsys):
+    write_documents(tmp_path / "data", TOPICS[:1], TOPICS[:1])
+    (tmp_path / "gpt2.bpe").write_text("h\n")
+    with pytest.raises(SystemExit) as stop:
+        run("--vocab_size=300", f"--compare={tmp_path}/gpt2.bpe")
+    said = capsys.readouterr()
+    assert stop.value.code == 2 and "gpt2.bpe, line 1" in said.err and "counted" not in said.out
+
+
 def test_comparison_with_known_vocabularies(run, tmp_path, shared_data):
     write_documents(tmp_path / "data", TOPICS[:1], TOPICS[:1])
     files = [str(shared_data / "vocabs" / name) for name in ("gpt2_vocab.bpe", "cl100k_base.tiktoken")]
