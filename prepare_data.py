@@ -32,6 +32,7 @@ import multiprocessing
 import os
 import sys
 import time
+import zipfile
 from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -282,12 +283,27 @@ def deduplicate(parts, config):
     return kept, why, again
 
 
+def cleaned_documents(done):
+    """The documents of all cleaned files, in order. Their numbers stand for them in what is compared, so none may be
+    missing."""
+    for target, counts in done:
+        found = 0
+        for found, document in enumerate(read_jsonl_zst(f"{target}.jsonl.zst"), 1):
+            yield document
+        if found != counts["documents"]:
+            refuse(f"{target}.jsonl.zst is damaged: {found} documents of {counts['documents']}; delete it "
+                   "and run the same command again")
+
+
 def write_documents(done, config, folder, audit):
     """Drop duplicates, split the rest by page and write docs/; their entries for audit.json."""
     parts = []
     for target, _ in done:
-        with np.load(target.with_suffix(".npz")) as arrays:
-            parts.append(dict(arrays))
+        try:
+            with np.load(target.with_suffix(".npz")) as arrays:
+                parts.append(dict(arrays))
+        except (ValueError, EOFError, zipfile.BadZipFile) as error:
+            refuse(f"{target}.npz is damaged: {error}; delete it and run the same command again")
     kept, why, again = deduplicate(parts, config)
     places = np.concatenate([part["places"] for part in parts])
     held_out = places < config.val_fraction
@@ -296,8 +312,7 @@ def write_documents(done, config, folder, audit):
         held_out = places == places[kept].min()
     folder.mkdir(exist_ok=True)
     entries, open_files = [], {}
-    cleaned = (document for target, _ in done for document in read_jsonl_zst(f"{target}.jsonl.zst"))
-    for number, document in enumerate(cleaned):
+    for number, document in enumerate(cleaned_documents(done)):
         size = utf8_size(document)
         reason, detail = why.get(number, (None, ""))
         for name in DUPLICATES:

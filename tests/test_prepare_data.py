@@ -390,6 +390,21 @@ def test_a_cleaned_file_that_is_gone_is_made_again(tmp_path, inputs, end):
     assert len(documents(tmp_path / "d")) == 12
 
 
+def test_cleaned_files_that_are_damaged_are_named(tmp_path, inputs, capsys):
+    run(tmp_path / "d", inputs)
+    for end, fraction in ((".npz", 0.4), (".jsonl.zst", 0.5)):
+        path = sorted((tmp_path / "d" / "work").glob(f"*{end}"))[0]
+        for content in (path.read_bytes()[:50], b"", b"something else"):
+            path.write_bytes(content)
+            with pytest.raises(SystemExit) as stop:
+                run(tmp_path / "d", inputs, f"--val_fraction={fraction}")
+            said = capsys.readouterr().err
+            assert stop.value.code == 2 and path.name in said and "delete it" in said, (end, content)
+        path.unlink()
+        run(tmp_path / "d", inputs, f"--val_fraction={fraction}")
+        assert len(documents(tmp_path / "d")) == 12
+
+
 def test_results_in_the_folder_of_inputs_are_no_inputs(tmp_path, inputs, byte_tokenizer, capsys):
     run(inputs, inputs)
     before = results(inputs)
