@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from configurator import refuse
 from engine.files import FORMAT_VERSION, plain
 
 
@@ -44,11 +45,15 @@ class Monitor:
             return
         record = {"format_version": FORMAT_VERSION, "attempt": self.attempt, "step": step,
                   "time": round(time.time(), 3), **numbers}
-        self.file.write(json.dumps(plain(record), allow_nan=False) + "\n")
-        self.file.flush()
-        for name, value in numbers.items() if self.board else ():
-            if isinstance(value, (int, float)):
-                self.board.add_scalar(f"{self.label}/{name}", value, step)
+        try:
+            self.file.write(json.dumps(plain(record), allow_nan=False) + "\n")
+            self.file.flush()
+            for name, value in numbers.items() if self.board else ():
+                if isinstance(value, (int, float)):
+                    self.board.add_scalar(f"{self.label}/{name}", value, step)
+        except OSError as error:
+            refuse(f"cannot write {self.file.name}: {error.strerror}. The checkpoints are as they were; make room and "
+                   "give the same command again, it continues from the newest.")
         if line and self.bar.disable:
             print(f"{self.label} {step}/{self.total}  {line}", flush=True)
         elif line:

@@ -1,9 +1,11 @@
 """The log of a run: whole lines, attempts, what is told to whom."""
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 from engine.monitor import Monitor, read_log
-from small import ALONE
+from small import ALONE, ROOT
 
 
 def attempt(folder, *steps, **numbers):
@@ -48,3 +50,23 @@ def test_what_is_told(tmp_path, capsys):
     silent = Monitor(tmp_path / "other", replace(ALONE, rank=1), 100)
     silent.log(1, "line", loss=1.0), silent.advance(), silent.close()
     assert capsys.readouterr().out == "" and not (tmp_path / "other").exists()
+
+
+FULL_DISK = """
+import resource, signal, sys
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+from engine.monitor import Monitor
+from small import ALONE
+monitor = Monitor({folder!r}, ALONE, 100)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+for step in range(1000):
+    monitor.log(step, loss=1.0)
+"""
+
+
+def test_a_full_disk_is_one_sentence(tmp_path):
+    script = FULL_DISK.format(root=str(ROOT), folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2 and "cannot write" in done.stderr and "the same command again" in done.stderr
+    assert len(read_log(tmp_path)) > 5
