@@ -24,8 +24,12 @@ find_python() {
     exit 2
 }
 
+# Its Python is there from the first moment on, pip only in the end: a call that was interrupted leaves none.
+has_pip() { "$1" -c 'from importlib.metadata import version; version("pip")' >/dev/null 2>&1; }
+
 make_venv() {
-    if is_new_enough "$venv/bin/python"; then return; fi     # also notices when the Python behind it was removed
+    # Also notices when the Python behind it was removed.
+    if is_new_enough "$venv/bin/python" && has_pip "$venv/bin/python"; then return; fi
     python=$(find_python)
     echo "--- making .venv with $("$python" --version)"
     rm -rf "$venv"

@@ -143,6 +143,20 @@ def test_interrupted_chain_takes_its_stage_along(repo, number, to_group, status)
     assert "sft: ran" in call(repo).stdout
 
 
+def test_a_venv_whose_making_was_interrupted_is_made_anew(root, tmp_path):
+    """It has a Python then, and no pip."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "setup.sh").write_bytes((root / "runs" / "setup.sh").read_bytes())
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True)
+    python = tmp_path / "python"     # makes no venv, which would take long
+    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && exit 1\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    done = subprocess.run(["bash", tmp_path / "runs" / "setup.sh"], env={**os.environ, "PYTHON": str(python)},
+                          capture_output=True, text=True)
+    assert "making .venv" in done.stdout and done.returncode == 2 and "cannot make a virtual environment" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
 # --- The report
 
 def results(data, out):
