@@ -16,7 +16,7 @@ def open_run(config, stage, setup, **made_from):
     Refuses a folder that another process uses, and one that was begun with other settings or from other inputs: neither
     to continue it nor to call it done would be right."""
     folder = Path(config.out_dir) / stage
-    lock = lock_folder(folder) if setup.is_main else "held by rank 0"
+    lock = on_main(lambda: lock_folder(folder), setup) or "held by rank 0"
     prints = {what: fingerprint(path) for what, path in made_from.items()}
     changed = []
     if (folder / "config.json").exists():
@@ -35,10 +35,21 @@ def open_run(config, stage, setup, **made_from):
         parallel.finish(setup)
         return folder, None
     parallel.barrier(setup)             # nobody writes before everybody has compared
-    config.save(folder)
-    if setup.is_main:
-        write_json(folder / "inputs.json", prints)
+    on_main(lambda: (config.save(folder), write_json(folder / "inputs.json", prints)), setup)
     return folder, lock
+
+
+def on_main(work, setup):
+    """What work() gives, on rank 0, and None on the others. When it is refused there the others end as well, and do not
+    bury the reason under a complaint about a lost connection."""
+    try:
+        result = work() if setup.is_main else None
+    except SystemExit:
+        parallel.from_main(False, setup)
+        raise
+    if not parallel.from_main(True, setup):
+        raise SystemExit(2)
+    return result
 
 
 def fingerprint(path):

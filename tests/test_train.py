@@ -225,6 +225,12 @@ def test_no_data_under_torchrun(tmp_path):
     assert "python prepare_data.py" in done.stderr
 
 
+def test_a_folder_that_only_rank_0_finds_taken_is_one_sentence_under_torchrun(data, tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    done = subprocess.run(command(data, tmp_path / "taken", processes=2), capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode != 0 and "cannot write into" in done.stderr and "RuntimeError" not in done.stderr
+
+
 def test_everything_wrong_is_said_at_once(data, tmp_path):
     said = refused(data, tmp_path / "out", "--n_head=3", "--schedule=step", "--vocab_size=10", "--block_size=100000", "--dropout=2",
                    "--max_bad_steps=0", "--learning_rate=0", "--matrix_learning_rate=0.1")
