@@ -144,9 +144,10 @@ class Tokenizer:
 
     def decode_bytes(self, ids, skip_special=True):
         """The bytes that the ids stand for. One token may be half a character: to show text while it is being
-        generated, feed these bytes to an incremental UTF-8 decoder."""
+        generated, feed these bytes to an incremental UTF-8 decoder. An id beyond the vocabulary stands for nothing: a
+        model may have more rows than its tokenizer has tokens, and until it is trained it says them."""
         names = {} if skip_special else self._names
-        return b"".join([names.get(id) or self.token_bytes[id] for id in map(int, ids)])
+        return b"".join([names.get(id) or self.token_bytes[id] for id in map(int, ids) if id < self.vocab_size])
 
     def decode(self, ids, skip_special=True):
         """Text; bytes that are not UTF-8 (half a character, say) come out as U+FFFD."""

@@ -189,3 +189,9 @@ def test_what_is_no_utf8_on_the_way_in_or_out_stops_nothing(ask, monkeypatch):
     ask("--prompt=h\xe9", "--max_new_tokens=2")
     terminal.flush()
     assert terminal.buffer.getvalue().startswith(b"h?")
+
+
+def test_a_model_with_more_rows_than_its_tokenizer_has_tokens(ask, tmp_path):
+    save_model(tmp_path, small_llama(vocab_size=4000), byte_tokenizer())
+    out, said = ask(f"--model={tmp_path}", "--prompt=a", "--temperature=9.0", "--top_k=0", "--max_new_tokens=20")
+    assert out.startswith("a") and "max_new_tokens" in said
