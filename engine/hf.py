@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from configurator import refuse
 from engine.files import read_json, write_json
-from engine.manifest import newest
+from engine.manifest import newest, verify
 from engine.tokenizer import Tokenizer
 from model import Llama, ModelConfig, ScalarModel
 
@@ -50,6 +50,9 @@ def find_folder(path):
     """`path` itself when it is a model's folder, else the newest light checkpoint in it that verifies; or refuses."""
     path = Path(path)
     if (path / "model.safetensors").exists() or (path / "model.safetensors.index.json").exists():
+        # A folder of ours has a manifest; one from elsewhere has none, and is taken as it is.
+        if (path / "manifest.json").exists() and (problems := verify(path)):
+            refuse(*problems, f"{path} is damaged: nothing is loaded from it.")
         return path
     if any(path.glob("*.bin")) or any(path.glob("*.pth")):
         refuse(f"{path} holds pickled weights (.bin, .pth), which can run any code when they are opened. Convert them where you "

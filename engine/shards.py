@@ -148,7 +148,10 @@ class TokenData:
         self.folder = Path(folder)
         if not (self.folder / "index.json").exists():
             refuse(f"there are no token shards in {self.folder} (no index.json). Make them with\n    {rebuild}")
-        self.index = read_json(self.folder / "index.json")
+        self.index, self.rebuild = read_json(self.folder / "index.json"), rebuild
+        if missing := {"tokenizer_hash", "splits", "dtype", "vocab_size", "bos_id", "eos_id"} - self.index.keys():
+            refuse(f"{self.folder / 'index.json'} has no {', '.join(sorted(missing))}. Make the shards anew with\n"
+                   f"    {rebuild}")
         if tokenizer_hash is not None and tokenizer_hash != self.index["tokenizer_hash"]:
             refuse(f"the shards in {self.folder} were made with another tokenizer than the one in use:\n"
                    f"    shards     {self.index['tokenizer_hash']}\n    tokenizer  {tokenizer_hash}\n"
@@ -181,7 +184,11 @@ class TokenData:
         first, last = np.searchsorted(self.starts, start, side="right") - 1, np.searchsorted(self.starts, end)
         parts = [self.files[number][max(0, start - self.starts[number]):end - self.starts[number]]
                  for number in range(first, last)]
-        return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+        ids = np.concatenate([np.empty(0, dtype=np.int64), *parts])
+        if len(ids) and ids.max() >= self.index["vocab_size"]:
+            refuse(f"the shards in {self.folder} are damaged: token id {ids.max()} at {start:,} or behind, where the "
+                   f"vocabulary has {self.index['vocab_size']}. Make them anew with\n    {self.rebuild}")
+        return ids
 
 
 # --------------------------------------------------------------------------------------------------------------------

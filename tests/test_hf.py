@@ -5,11 +5,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import hf
+from engine import checkpoint, hf
 from engine.hf import load_model, load_weights, save_model
 from engine.tokenizer import Tokenizer
 from model import Llama, ScalarModel
-from small import byte_tokenizer, shape, small_llama
+from small import ALONE, byte_tokenizer, shape, small_llama
 
 
 @pytest.mark.parametrize("tie", [True, False])
@@ -132,3 +132,14 @@ def test_a_cut_file_is_refused(tmp_path, capsys):
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     assert "can not be read" in refused(capsys, lambda: load_model(tmp_path))
+
+
+def test_a_damaged_checkpoint_is_not_loaded_when_it_is_named_either(tmp_path, capsys):
+    folder = checkpoint.save_light(tmp_path, 1, small_llama(1), byte_tokenizer(), ALONE)
+    load_model(folder)
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-5] ^= 64                       # a bit of a weight: the file is sound as such
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(SystemExit) as stop:
+        load_model(folder)
+    assert stop.value.code == 2 and "other content than when it was written" in capsys.readouterr().err

@@ -80,6 +80,23 @@ def test_another_tokenizer_is_refused_with_both_hashes_and_the_command(tmp_path,
     assert "a" * 64 in message and "b" * 64 in message and "python prepare_data.py config/x.py" in message
 
 
+def test_ids_that_are_no_tokens_and_an_index_without_keys_are_refused(tmp_path, capsys):
+    write(tmp_path, some_documents(30))
+    content = bytearray((tmp_path / "train_00000.bin").read_bytes())
+    content[101] = 0xff                     # the high byte of an id
+    (tmp_path / "train_00000.bin").write_bytes(content)
+    data = TokenData(tmp_path, "train", rebuild="REBUILD")
+    assert len(data.read(0, 50)) == 50
+    with pytest.raises(SystemExit) as stop:
+        data.read(0, 60)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "damaged" in said and "vocabulary has 300" in said and "REBUILD" in said
+    write_json(tmp_path / "index.json", {"splits": {}})
+    with pytest.raises(SystemExit) as stop:
+        TokenData(tmp_path, "train", rebuild="REBUILD")
+    assert stop.value.code == 2 and "tokenizer_hash" in capsys.readouterr().err
+
+
 def test_missing_empty_and_shortened_shards_are_refused(tmp_path, capsys):
     def refused(word, split="train"):
         with pytest.raises(SystemExit) as stop:
