@@ -134,11 +134,13 @@ def check(config, shape, tokenizer, train, setup):
     if config.schedule not in ("cosine", "linear", "constant"):
         problems.append(f"schedule must be 'cosine', 'linear' or 'constant', found '{config.schedule}'")
     if not problems:
-        unit = config.block_size * config.micro_batch_size * setup.world
+        # A process that has fewer sequences in a step than a micro-batch may hold takes them in one.
+        micro = min(config.micro_batch_size, max(1, config.batch_tokens // (config.block_size * setup.world)))
+        unit = config.block_size * micro * setup.world
         if config.batch_tokens % unit:
             near = max(1, round(config.batch_tokens / unit)) * unit
             problems.append(f"batch_tokens = {config.batch_tokens} is no multiple of block_size * micro_batch_size * processes = "
-                            f"{config.block_size} * {config.micro_batch_size} * {setup.world} = {unit}; set batch_tokens = {near}, or "
+                            f"{config.block_size} * {micro} * {setup.world} = {unit}; set batch_tokens = {near}, or "
                             "a micro_batch_size that divides")
     if problems:
         refuse_once(setup, *problems)
@@ -233,8 +235,8 @@ def main(config):
     flops = 6 * n_params + 6 * shape.n_layer * shape.n_embd * config.block_size     # per token, causal attention counted once
     setup.say(f"model       {n_params:,} parameters, {shape.n_layer} layers of {shape.n_embd}, vocabulary {shape.vocab_size:,}\n"
               f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, {setup.threads} threads\n"
-              f"step        {config.batch_tokens:,} tokens = {setup.world} x {n_micro} x {config.micro_batch_size} x {config.block_size}"
-              f" (processes, micro-batches, sequences, tokens)\n"
+              f"step        {config.batch_tokens:,} tokens = {setup.world} x {n_micro} x "
+              f"{per_step // (setup.world * n_micro)} x {config.block_size} (processes, micro-batches, sequences, tokens)\n"
               f"run         {config.max_steps:,} steps, {config.max_steps * config.batch_tokens:,} tokens, "
               f"{config.max_steps * per_step / blocks:.2f} epochs of {train.n_tokens:,} tokens; "
               f"{flops * config.max_steps * config.batch_tokens:.2e} FLOPs; warm-up {warmup} steps")

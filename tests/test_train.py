@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -229,6 +230,15 @@ def test_a_folder_that_only_rank_0_finds_taken_is_one_sentence_under_torchrun(da
     (tmp_path / "taken").write_text("a file")
     done = subprocess.run(command(data, tmp_path / "taken", processes=2), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode != 0 and "cannot write into" in done.stderr and "RuntimeError" not in done.stderr
+
+
+@pytest.mark.parametrize("world, micro_batches", [(1, 1), (2, 1), (8, 1)])
+def test_the_readmes_commands_fit_their_configs(world, micro_batches):
+    """torchrun --nproc_per_node=2 train.py config/demo.py: fewer sequences each than micro_batch_size are no error."""
+    config, tokenizer = configure(vars(script), [str(ROOT / "config" / "demo.py")]), byte_tokenizer()
+    data, setup = SimpleNamespace(n_tokens=10 ** 6), replace(ALONE, world=world)
+    shape = script.shape_of(config, tokenizer)
+    assert script.check(config, shape, tokenizer, data, setup) == (16, micro_batches)
 
 
 def test_everything_wrong_is_said_at_once(data, tmp_path):
