@@ -318,6 +318,14 @@ def show_help(script, doc, schema):
         print(f"  {f'--{key.name}={key.default!r}':<36}  {key.comment} [{key.expected}]")
 
 
+def tell(kind, error, trace):
+    """The last word of a script: of Ctrl-C one word and no trace, of anything else the trace."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("\ninterrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
 def configure(namespace, argv=None):
     """The Config of the script whose globals() are given, from `argv` (by default the command line)."""
     argv = sys.argv[1:] if argv is None else argv
@@ -348,6 +356,7 @@ def configure(namespace, argv=None):
                 from_command_line[name], overrides[name] = parse(schema[name], text), text
             except ValueError as error:
                 problems.append(f"{word}: {error}")
+    sys.excepthook = tell
     if problems:
         if os.environ.get("LOCAL_RANK", "0") != "0":     # every rank of a node found the same; one of them says it
             raise SystemExit(2)

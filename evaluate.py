@@ -37,6 +37,7 @@ from engine.files import printable, read_json, write_json
 from engine.generate import generate
 from engine.hf import find_folder, load_model
 from engine.loss import token_losses
+from engine.manifest import steps_of
 from engine.shards import TokenData
 
 data_dir = "data/demo"
@@ -360,6 +361,8 @@ def open_models(config):
     for name in [name.strip() for name in config.models.split(",") if name.strip()]:
         folder = Path(config.out_dir) / name
         folder = folder if folder.is_dir() else Path(name)
+        if folder == Path(config.out_dir) / name and not (steps_of(folder, "light") or [*folder.glob("*.safetensors")]):
+            continue                               # a stage that has only begun is one that is not there
         if folder.is_dir():
             found[name] = find_folder(folder)
         elif "/" in name:

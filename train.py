@@ -207,7 +207,7 @@ def main(config):
     tokenizer, train, val = open_data(config, setup)
     shape = shape_of(config, tokenizer)
     per_step, n_micro = check(config, shape, tokenizer, train, setup)
-    run, lock = open_run(config, "pretrain", setup, data=Path(config.data_dir) / "tokens" / "index.json")
+    run, lock = open_run(config, "pretrain", setup, data=f"{train.data_hash[:16]} {tokenizer.hash[:16]}")
     if lock is None:
         return
 

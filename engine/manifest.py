@@ -7,6 +7,7 @@ never read.
 """
 import os
 import re
+import sys
 from pathlib import Path
 
 from engine.files import fsync_folder, read_json, sha256_file, write_json
@@ -76,5 +77,5 @@ def newest(run_dir, kind="light"):
         if not problems:
             return folder
         more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
-        print(f"skipping a damaged checkpoint: {problems[0]}{more}", flush=True)
+        print(f"skipping a damaged checkpoint: {problems[0]}{more}", file=sys.stderr, flush=True)
     return None

@@ -12,7 +12,7 @@ from engine.files import lock_folder, read_json, sha256_file, write_json
 def open_run(config, stage, setup, **made_from):
     """Takes out_dir/stage for this run; -> (folder, lock), or (folder, None) when the run is finished.
 
-    made_from: {what: path} of the files and folders that it reads. The lock lives as long as the object does: keep it.
+    made_from: {what: path} of the files and folders that it reads, or a text that stands for their content. The lock lives as long as the object does: keep it.
     Refuses a folder that another process uses, and one that was begun with other settings or from other inputs: neither
     to continue it nor to call it done would be right."""
     folder = Path(config.out_dir) / stage
@@ -53,7 +53,10 @@ def on_main(work, setup):
 
 
 def fingerprint(path):
-    """16 hex digits of what a file or a model's folder holds: of a folder with a manifest, that is the manifest."""
+    """16 hex digits of what a file or a model's folder holds: of a folder with a manifest, that is the manifest. A text
+    stands for itself."""
+    if isinstance(path, str):
+        return path
     path = Path(path)
     files = [path] if path.is_file() else [path / "manifest.json"]
     if not files[0].exists():

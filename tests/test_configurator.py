@@ -370,3 +370,10 @@ def test_lists_name_real_keys():
     """A key in the two lists that no script has is a typo, or was renamed: then the hash would silently change."""
     assert STAGES <= set(OURS)
     assert set(MAY_CHANGE_ON_RESUME) - {name for schema in OURS.values() for name in schema} == set()
+
+
+def test_ctrl_c_ends_with_a_word_and_no_trace(capsys):
+    configurator.tell(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == "\ninterrupted\n"
+    configurator.tell(ValueError, ValueError("what it was"), None)
+    assert "ValueError: what it was" in capsys.readouterr().err

@@ -205,6 +205,7 @@ def run(tmp_path):
 
 
 def test_everything_is_measured_for_every_model_there_is(run, capsys):
+    (run.folder / "out" / "ppo").mkdir()                                    # begun, and no checkpoint yet
     result = run()
     said = capsys.readouterr().out
     assert list(result["models"]) == ["pretrain", "sft"]                    # no ppo in this run, and no complaint
