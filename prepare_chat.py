@@ -40,7 +40,8 @@ turns = 3                      # a training conversation has one to this many qu
 preferences = 6000             # training pairs
 val_preferences = 600          # held-out pairs
 control_preferences = 600      # pairs of equal score and different length
-min_margin = 0.5               # by how much the scores of a pair differ at least
+min_margin = 0.5               # by how much the scores of a held-out pair differ at least
+train_margin = 0.5             # likewise of a training pair: clear cases teach faster
 spoiled_share = 0.25           # of the pairs whose worse answer is outside the grammar; the others differ in tone alone
 control_ratio = 1.8            # how many times as long (in characters) the longer remark of a control pair is at least
 prompts = 2000                 # PPO prompts
@@ -215,10 +216,10 @@ def preferences_by_rule(split, count, names, config):
     """Pairs in which the better remark is chosen; in every second one it is the longer, so that length says nothing. In
     a share of them the worse one is no proper remark at all."""
     rng = kinds.generator(config.seed, "preferences", split)
-    pairs = []
+    margin, pairs = config.train_margin if split == "train" else config.min_margin, []
     for i in range(count):
         sample = remark.sample_spoiled_pair if rng.random() < config.spoiled_share else remark.sample_pair
-        better, worse = sample(rng, config.min_margin, i % 2 == 0, held_out=split == "val")
+        better, worse = sample(rng, margin, i % 2 == 0, held_out=split == "val")
         pairs.append(preference(rng.choice(names), better, worse, rng))
     rng.shuffle(pairs)
     return pairs
