@@ -101,7 +101,7 @@ def test_damage_is_found_and_the_one_before_is_taken(tmp_path, kind, capsys):
     damage(kind, last)
     capsys.readouterr()
     assert newest(tmp_path, "full") == before
-    assert kind == "unrenamed" or "full_00000020" in capsys.readouterr().out       # it says what it skipped
+    assert kind == "unrenamed" or "full_00000020" in capsys.readouterr().err       # it says what it skipped
     state = checkpoint.resume(tmp_path, {"model": model}, {"model": optimizer}, ALONE)
     assert state["step"] == 10
     assert kind != "unrenamed" or not list(tmp_path.glob("*.tmp"))                 # leftovers of the killed run are gone
