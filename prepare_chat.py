@@ -216,9 +216,11 @@ def preferences_by_rule(split, count, names, config):
     """Pairs in which the better remark is chosen; in every second one it is the longer, so that length says nothing. In
     a share of them the worse one is no proper remark at all."""
     rng = kinds.generator(config.seed, "preferences", split)
-    margin, pairs = config.train_margin if split == "train" else config.min_margin, []
+    pairs = []
     for i in range(count):
-        sample = remark.sample_spoiled_pair if rng.random() < config.spoiled_share else remark.sample_pair
+        spoiled = rng.random() < config.spoiled_share
+        margin = config.train_margin if split == "train" and not spoiled else config.min_margin
+        sample = remark.sample_spoiled_pair if spoiled else remark.sample_pair
         better, worse = sample(rng, margin, i % 2 == 0, held_out=split == "val")
         pairs.append(preference(rng.choice(names), better, worse, rng))
     rng.shuffle(pairs)

@@ -98,8 +98,8 @@ def test_gradient_does_not_depend_on_the_micro_batches(world, words):
             (rl.ranking_loss(*reward.score_pairs(model, micro, words.pad_id, "cpu")).sum() / len(pairs)).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert gradients[0].norm() > 1e-3
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=3e-6)
+    torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-4, atol=3e-6)
 
 
 def test_ranks_share_the_pairs(world, words):

@@ -238,7 +238,7 @@ def test_the_readmes_commands_fit_their_configs(world, micro_batches):
     config, tokenizer = configure(vars(script), [str(ROOT / "config" / "demo.py")]), byte_tokenizer()
     data, setup = SimpleNamespace(n_tokens=10 ** 6), replace(ALONE, world=world)
     shape = script.shape_of(config, tokenizer)
-    assert script.check(config, shape, tokenizer, data, setup) == (16, micro_batches)
+    assert script.check(config, shape, tokenizer, data, setup) == (config.batch_tokens // config.block_size, micro_batches)
 
 
 def test_everything_wrong_is_said_at_once(data, tmp_path):
