@@ -140,9 +140,9 @@ def spoil(rng, text):
 
 def sample_spoiled_pair(rng, min_margin, chosen_is_longer, held_out=False):
     """Like sample_pair, the worse one being a spoiled remark, whatever its tone was: on the training side mostly the
-    better one with a fault, since between two of different tone the tone is what is learned. A reward model that has never seen
-    such answers cannot know that they are bad, and PPO finds out: nothing but the divergence would hold it inside the
-    grammar."""
+    better one with a fault, since between two of different tone the tone is what is learned. A reward model that has
+    never seen such answers cannot know that they are bad, and PPO finds out: nothing but the divergence would hold it
+    inside the grammar."""
     while True:
         better = sample(rng, held_out)
         worse = spoil(rng, sample(rng, held_out) if held_out or rng.random() < 0.25 else better)

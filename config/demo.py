@@ -8,27 +8,27 @@ Keys at the top are for every script that has them; a dict named like a script i
 data_dir = "data/demo"
 out_dir = "out/demo"
 
-# The documents are Python's own documentation. It is no prose: Gopher's rules (--rules=gopher_quality,gopher_repetition)
-# would drop nearly half of the pages, mostly for lines that recur, as "Methods inherited from" must. The guards alone decide.
-# Inherited methods are documented on every page of a class that has them, so paragraphs are kept once: without that, half
-# of the text would be repetition, and more than half of a held-out page would stand in the training text word for word.
+# The documents are Python's own documentation. It is no prose: Gopher's rules (gopher_quality, gopher_repetition) would
+# drop nearly half of the pages, mostly for lines that recur, as "Methods inherited from" must. The guards alone decide.
+# Inherited methods are documented on every page of a class that has them, so paragraphs are kept once: without that,
+# half of the text would be repetition, and more than half of a held-out page would stand in the training text.
 prepare_data = dict(corpus="pydoc", paragraph_min_chars=40)
 
 # A small vocabulary: each piece is then seen often enough to be learned, and the scores cost less.
 train_tokenizer = dict(vocab_size=2048)
 
-# 3.7 million parameters: what two cores can train in about four minutes, on two epochs of the text. Every token counts in so
-# short a run, so the matrices are trained by Muon.
+# 3.7 million parameters: what two cores can train in about four minutes, on two epochs of the text. Every token counts
+# in so short a run, so the matrices are trained by Muon.
 train = dict(n_layer=4, n_head=4, n_kv_head=4, n_embd=256, n_inner=704, block_size=256, batch_tokens=8192,
-             micro_batch_size=32, max_steps=240, learning_rate=4e-3, matrix_learning_rate=0.02, eval_every=60, save_light=120,
-             save_full=60)
+             micro_batch_size=32, max_steps=240, learning_rate=4e-3, matrix_learning_rate=0.02, eval_every=60,
+             save_light=120, save_full=60)
 
-# Enough questions that none comes twice: a model of this size learns the second time by heart. Conversations are short, and
-# for short rows the explicit attention is the faster one on a CPU.
+# Enough questions that none comes twice: what comes twice is learned by heart. Conversations are short, and for short
+# rows the explicit attention is the faster one on a CPU.
 prepare_chat = dict(questions=80000, preferences=12000, train_margin=1.5)
 sft = dict(batch_size=32, micro_batch_size=32, learning_rate=2e-3, max_steps=1000, attention="fp32", compile=True,
            eval_every=250, save_full=250)
 
-# Small steps, on pairs that differ clearly (train_margin above): nobody tells the model the tone of the twenty adjectives.
+# Small steps, on pairs that differ clearly (train_margin above): nobody tells the model the adjectives' tone.
 reward = dict(pairs_per_step=32, learning_rate=2e-3, matrix_learning_rate=0.01, attention="fp32")
 rlhf = dict(attention="fp32")
