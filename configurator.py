@@ -265,6 +265,10 @@ class Config:
     def items(self):
         return self._values.items()
 
+    def below_one(self, *names):
+        """A sentence for each of these keys that is below 1, for those that count something."""
+        return [f"{name} must be at least 1, found {getattr(self, name)}" for name in names if getattr(self, name) < 1]
+
     def default(self, name):
         return self._schemas[self.script][name].default
 

@@ -35,7 +35,7 @@ from configurator import configure, refuse
 from engine import chat, parallel
 from engine.files import printable, read_json, write_json
 from engine.generate import generate
-from engine.hf import find_folder, load_model
+from engine.hf import find_folder, read_model
 from engine.loss import token_losses
 from engine.manifest import steps_of
 from engine.shards import TokenData
@@ -384,8 +384,8 @@ def sample_questions(entries, config):
 
 def check(config):
     """Refuses settings that make no sense, all at once."""
-    counts = ("stride", "batch_size", "questions", "remarks", "continuations", "continuation_tokens", "max_new_tokens")
-    problems = [f"{key} must be at least 1, found {getattr(config, key)}" for key in counts if getattr(config, key) < 1]
+    problems = config.below_one("stride", "batch_size", "questions", "remarks", "continuations", "continuation_tokens",
+                                "max_new_tokens")
     if config.text_tokens and config.text_tokens < 16:
         problems.append(f"text_tokens must be 0 (all) or at least 16, found {config.text_tokens}")
     if problems:
@@ -411,7 +411,7 @@ def main(config):
     # 2. Each model, on everything. The text is read with the model's own tokenizer, which the shards must belong to.
     for name, folder in folders.items():
         began = time.perf_counter()
-        model, tokenizer = load_model(folder)
+        model, tokenizer = read_model(folder)
         model.to(setup.device).eval()
         rebuild = config.command("prepare_data.py")
         val, train = (TokenData(Path(config.data_dir) / "tokens", split, tokenizer.hash, rebuild)

@@ -64,7 +64,7 @@ min_chars = 200                   # length of a document
 max_chars = 1_000_000             # longer ones are mostly tables and logs
 min_entropy = 3.2                 # bits per character: stops "aaaa"; no measure of quality
 min_ascii = 0.30                  # share of ASCII characters
-rules: tuple[str] = ()            # also gopher_quality, gopher_repetition: made for prose, see filters.py
+rules: tuple[str] = ()            # also gopher_quality, gopher_repetition, c4, fineweb: made for prose, see filters.py
 minhash_threshold = 0.85          # resemblance from which a page is a near-duplicate; 0: exact duplicates only
 minhash_bands = 16                # more bands: more pairs are compared
 minhash_rows = 8                  # in each band; bands x rows = 128 hash functions
@@ -187,8 +187,9 @@ def passes(page, steps, settings, audit):
     measures = page["measures"] = {}
     size = utf8_size(page) if "text" in page else len(page["body"])
     for step in steps:
+        before = page.get("text")
         reason = step(page, settings)
-        size_after = utf8_size(page) if "text" in page else size
+        size_after = size if page.get("text") is before else utf8_size(page)
         told = " ".join(f"{name}={value:.4g}" for name, value in measures.items())
         judge(audit["filters"][step.__name__], page, reason, size, size_after, told)
         if reason:
@@ -316,11 +317,12 @@ def write_documents(done, config, folder, audit):
         size = utf8_size(document)
         reason, detail = why.get(number, (None, ""))
         for name in DUPLICATES:
+            size_after = size
             if name == "repeated_paragraphs" and not reason and again[number].any():
                 paragraphs = zip(document["text"].split(PARAGRAPH_BREAK), again[number], strict=True)
                 document["text"] = PARAGRAPH_BREAK.join(paragraph for paragraph, out in paragraphs if not out)
                 document["length"] = len(document["text"])
-            size_after = utf8_size(document)
+                size_after = utf8_size(document)
             judge(audit["filters"][name], document, reason if reason == name else None, size, size_after, detail)
             if reason == name:
                 break
@@ -381,9 +383,7 @@ def check(config):
     for name in ("language_threshold", "max_replacement", "min_ascii", "minhash_threshold", "val_fraction"):
         if not 0 <= getattr(config, name) <= 1:
             problems.append(f"{name} must lie between 0 and 1, found {getattr(config, name)}")
-    for name in ("minhash_bands", "minhash_rows", "shard_tokens", "workers", "max_decompressed"):
-        if getattr(config, name) < 1:
-            problems.append(f"{name} must be at least 1, found {getattr(config, name)}")
+    problems += config.below_one("minhash_bands", "minhash_rows", "shard_tokens", "workers", "max_decompressed")
     paths = set()
     for pattern in config.inputs:
         names = [pattern]                                # a file's own name may hold brackets

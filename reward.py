@@ -31,9 +31,9 @@ from configurator import configure
 from engine import chat, checkpoint, rl
 from engine.files import write_json
 from engine.generate import generate
-from engine.hf import find_folder, load_model, read_config
+from engine.hf import find_folder, read_config, read_model
 from engine.monitor import Monitor
-from engine.optim import clip, lr_at, optimizers_of, set_lr
+from engine.optim import clip, learning_rate_problems, lr_at, optimizers_of, set_lr
 from engine.parallel import accumulating, all_sum, barrier, compile_blocks, finish, start, wrap
 from engine.run import open_run, refuse_once
 from engine.shards import step_blocks
@@ -216,12 +216,10 @@ def main(config):
     tokenizer, context = Tokenizer.load(source), read_config(source).block_size
     train, too_long = read_pairs(train_file, tokenizer, context)
     train = train[:config.max_pairs or None]
-    counts = ("pairs_per_step", "micro_batch_size", "epochs", "max_new_tokens", "log_every")
-    problems = [f"{key} must be at least 1, found {getattr(config, key)}" for key in counts if getattr(config, key) < 1]
+    problems = config.below_one("pairs_per_step", "micro_batch_size", "epochs", "max_new_tokens", "log_every")
     if config.sft_samples < 2:
         problems.append(f"sft_samples must be at least 2, found {config.sft_samples}: one score has no deviation")
-    if config.matrix_learning_rate and config.learning_rate <= 0:
-        problems.append("matrix_learning_rate needs a learning_rate above 0, whose share it is")
+    problems += learning_rate_problems(config)
     if len(train) < config.pairs_per_step:
         problems.append(f"{train_file} has {len(train)} usable pairs ({too_long} are longer than the model's "
                         f"{context} tokens), fewer than pairs_per_step = {config.pairs_per_step}")
@@ -234,8 +232,8 @@ def main(config):
         return
 
     # 2. The starting model, and its trunk once more under a head of one number.
-    policy, _ = load_model(source, attention=config.attention)
-    model, _ = load_model(source, kind="scalar", attention=config.attention)
+    policy, _ = read_model(source, attention=config.attention)
+    model, _ = read_model(source, kind="scalar", attention=config.attention)
     policy.to(setup.device).eval()
     model.to(setup.device).eval()                                          # dropout would be noise in a difference
 

@@ -48,7 +48,7 @@ from configurator import configure, refuse
 from engine import chat, checkpoint, rl
 from engine.files import printable, read_json, write_json
 from engine.generate import generate
-from engine.hf import find_folder, load_model, read_config
+from engine.hf import find_folder, read_config, read_model
 from engine.loss import logprobs
 from engine.monitor import Monitor
 from engine.optim import adamw, clip, lr_at, set_lr
@@ -429,8 +429,7 @@ def problems_of(config, setup):
     if config.episodes < 1 or config.episodes % (setup.world * max(1, config.minibatches)):
         found.append(f"episodes = {config.episodes} can not be shared by {setup.world} processes and "
                      f"{config.minibatches} minibatches")
-    counts = ("updates", "epochs", "minibatches", "max_new_tokens", "micro_batch_size", "log_every")
-    found += [f"{key} must be at least 1, found {getattr(config, key)}" for key in counts if getattr(config, key) < 1]
+    found += config.below_one("updates", "epochs", "minibatches", "max_new_tokens", "micro_batch_size", "log_every")
     if config.eval_prompts < setup.world:
         found.append(f"eval_prompts = {config.eval_prompts}: expected at least one for each of {setup.world} processes")
     return found
@@ -483,8 +482,8 @@ def main(config):
 
     # The four networks. All of them stay in eval mode for the whole run: with dropout on, the ratio of new and old
     # probabilities would be noise.
-    policy, _ = load_model(policy_folder, attention=config.attention)
-    reward, _ = load_model(reward_folder, kind="scalar", attention=config.attention)
+    policy, _ = read_model(policy_folder, attention=config.attention)
+    reward, _ = read_model(reward_folder, kind="scalar", attention=config.attention)
     policy.to(setup.device).eval()
     reward.to(setup.device).eval().requires_grad_(False)
     reference = copy.deepcopy(policy).requires_grad_(False)

@@ -36,10 +36,10 @@ import torch
 from configurator import configure
 from engine import chat, checkpoint, parallel
 from engine.files import write_json
-from engine.hf import find_folder, load_model
+from engine.hf import find_folder, read_model
 from engine.loss import token_losses
 from engine.monitor import Monitor, read_log
-from engine.optim import Guard, clip, lr_at, optimizers_of, set_lr, warmup_length
+from engine.optim import Guard, clip, learning_rate_problems, lr_at, optimizers_of, set_lr, warmup_length
 from engine.run import open_run, refuse_hopeless, refuse_once, save_when_due
 from engine.shards import permuted
 
@@ -222,9 +222,8 @@ def evaluate(model, examples, config, pad_id, setup):
 
 def check(config, shape, setup):
     """Everything about the settings that can not work, at once."""
-    counts = ("batch_size", "micro_batch_size", "window", "epochs", "log_every", "eval_every", "eval_conversations",
-              "max_bad_steps")
-    problems = [f"{key} must be at least 1, found {getattr(config, key)}" for key in counts if getattr(config, key) < 1]
+    problems = config.below_one("batch_size", "micro_batch_size", "window", "epochs", "log_every", "eval_every",
+                                "eval_conversations", "max_bad_steps")
     if config.max_steps is not None and config.max_steps < 1:
         problems.append(f"max_steps must be at least 1 (or None), found {config.max_steps}")
     if config.max_length is not None and not 2 <= config.max_length <= shape.block_size:
@@ -232,8 +231,7 @@ def check(config, shape, setup):
                         f"found {config.max_length}")
     if config.overlong not in ("truncate", "drop"):
         problems.append(f"overlong must be 'truncate' or 'drop', found '{config.overlong}'")
-    if config.matrix_learning_rate and config.learning_rate <= 0:
-        problems.append("matrix_learning_rate needs a learning_rate above 0, whose share it is")
+    problems += learning_rate_problems(config)
     if config.schedule not in ("cosine", "linear", "constant"):
         problems.append(f"schedule must be 'cosine', 'linear' or 'constant', found '{config.schedule}'")
     if not 0 <= config.dropout < 1:
@@ -252,7 +250,8 @@ def main(config):
     if not config.model and not source.exists():
         refuse_once(setup, f"{source} does not exist: no pretrained model to tune. Make it with",
                     f"  {config.command('train.py')}", "or name a model's folder: --model=DIR")
-    model, tokenizer = load_model(source, attention=config.attention)
+    source = find_folder(source)
+    model, tokenizer = read_model(source, attention=config.attention)
     check(config, model.config, setup)
     for layer in model.model.layers:
         layer.dropout = config.dropout
@@ -269,7 +268,7 @@ def main(config):
             setup.say(chat.coloured(tokenizer, ids.tolist(), weights.tolist()) + "\n")
         parallel.finish(setup)
         return
-    run, lock = open_run(config, "sft", setup, model=find_folder(source), conversations=path)
+    run, lock = open_run(config, "sft", setup, model=source, conversations=path)
     if lock is None:
         return
 
@@ -289,7 +288,7 @@ def main(config):
     max_steps = config.max_steps or per_epoch * config.epochs
     warmup = warmup_length(max_steps, config.warmup_steps)
     n_targets = sum(int((weights[1:] > 0).sum()) for _, weights in examples)
-    setup.say(f"model       {parallel.bare(model).n_params():,} parameters from {find_folder(source)}\n"
+    setup.say(f"model       {parallel.bare(model).n_params():,} parameters from {source}\n"
               f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, "
               f"{setup.threads} threads\n"
               f"data        {len(examples):,} conversations of {lengths.mean():.0f} tokens on average, {lengths.max()} "

@@ -30,7 +30,7 @@ from engine.files import write_json
 from engine.hf import find_folder, load_weights, read_config
 from engine.loss import token_losses
 from engine.monitor import Monitor, read_log
-from engine.optim import Guard, clip, lr_at, optimizers_of, set_lr, warmup_length
+from engine.optim import Guard, clip, learning_rate_problems, lr_at, optimizers_of, set_lr, warmup_length
 from engine.run import open_run, refuse_hopeless, refuse_once, save_when_due
 from engine.shards import TokenData, batch, n_blocks, step_blocks
 from engine.tokenizer import Tokenizer
@@ -103,13 +103,13 @@ def open_data(config, setup):
     return tokenizer, train, val
 
 
-def shape_of(config, tokenizer):
-    """The model's shape: the config's, or that of the folder in init_from (which a config may repeat, not contradict)."""
+def shape_of(config, tokenizer, source=None):
+    """The model's shape: the config's, or that of the folder `source` (which a config may repeat, not contradict)."""
     shape = ModelConfig(**{key: getattr(config, key) for key in ModelConfig.__dataclass_fields__})
     shape.vocab_size = config.vocab_size or tokenizer.vocab_size
-    if not config.init_from:
+    if source is None:
         return shape
-    theirs = replace(read_config(find_folder(config.init_from)), dropout=config.dropout, attention=config.attention)
+    theirs = replace(read_config(source), dropout=config.dropout, attention=config.attention)
     wrong = [f"{key} = {value}, but {config.init_from} has {getattr(theirs, key)}" for key, value in vars(shape).items()
              if value != getattr(theirs, key) and (key == "vocab_size" or value != config.default(key))]
     if wrong:
@@ -125,12 +125,9 @@ def check(config, shape, tokenizer, train, setup):
     if train.n_tokens <= config.block_size:
         problems.append(f"the training text has {train.n_tokens} tokens, fewer than one block and its target "
                         f"(block_size + 1 = {config.block_size + 1}): more text, or a smaller block_size")
-    for key in ("block_size", "micro_batch_size", "max_steps", "batch_tokens", "log_every", "eval_every", "eval_blocks",
-                "max_bad_steps"):
-        if getattr(config, key) < 1:
-            problems.append(f"{key} must be at least 1, found {getattr(config, key)}")
-    if config.matrix_learning_rate and config.learning_rate <= 0:
-        problems.append("matrix_learning_rate needs a learning_rate above 0, whose share it is")
+    problems += config.below_one("block_size", "micro_batch_size", "max_steps", "batch_tokens", "log_every", "eval_every",
+                                 "eval_blocks", "max_bad_steps")
+    problems += learning_rate_problems(config)
     if config.schedule not in ("cosine", "linear", "constant"):
         problems.append(f"schedule must be 'cosine', 'linear' or 'constant', found '{config.schedule}'")
     if not problems:
@@ -205,7 +202,8 @@ def main(config):
     # 1. Where we are, and one run per folder.
     setup = parallel.start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
     tokenizer, train, val = open_data(config, setup)
-    shape = shape_of(config, tokenizer)
+    source = find_folder(config.init_from) if config.init_from else None
+    shape = shape_of(config, tokenizer, source)
     per_step, n_micro = check(config, shape, tokenizer, train, setup)
     run, lock = open_run(config, "pretrain", setup, data=f"{train.data_hash[:16]} {tokenizer.hash[:16]}")
     if lock is None:
@@ -213,8 +211,8 @@ def main(config):
 
     # 2. The model, on its device, with the same bits on every rank.
     model = Llama(shape).init_weights(config.seed)
-    if config.init_from:
-        load_weights(model, find_folder(config.init_from))
+    if source:
+        load_weights(model, source)
     model.to(setup.device)
     parallel.compile_blocks(model, setup, config.compile)
     betas = (config.beta1, config.beta2)

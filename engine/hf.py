@@ -38,7 +38,11 @@ def load_model(path, kind="lm", attention="flash", dtype=torch.float32):
 
     kind: 'lm' -> Llama, 'scalar' -> ScalarModel (its head is drawn anew when the folder has none). -> (model, tokenizer).
     Refuses a folder without weights, weights of another shape (all of them listed), pickled weights."""
-    folder = find_folder(path)
+    return read_model(find_folder(path), kind, attention, dtype)
+
+
+def read_model(folder, kind="lm", attention="flash", dtype=torch.float32):
+    """load_model for a folder that find_folder has given: its files are not compared with their checksums again."""
     config = read_config(folder)
     config.attention = attention
     model = (Llama if kind == "lm" else ScalarModel)(config)

@@ -39,6 +39,13 @@ def optimizers_of(model, learning_rate, matrix_learning_rate, weight_decay, beta
     return [adamw(model, learning_rate, weight_decay, betas)]
 
 
+def learning_rate_problems(config):
+    """What forbids the two learning rates of optimizers_of to work together, a sentence each."""
+    if config.matrix_learning_rate and config.learning_rate <= 0:
+        return ["matrix_learning_rate needs a learning_rate above 0, whose share it is"]
+    return []
+
+
 def warmup_length(max_steps, asked=None):
     """min(2000, 0.4 % of the run) as is common, but not below 10 steps or a tenth of a short run: 0.4 % of 1000 steps
     would be 4, and Adam's second moment (beta2 = 0.95) is noise for about 20."""

@@ -557,13 +557,13 @@ def test_the_self_check_ends_a_run_with(mistake, said, world, tmp_path, monkeypa
 
 def test_an_honest_run_passes_the_self_check(world, tmp_path, capsys, monkeypatch):
     """Also when the models come with dropout: the run switches it off, and for all of them."""
-    real = rlhf.load_model
+    real = rlhf.read_model
 
     def load_with_dropout(*args, **kwargs):
         model, words = real(*args, **kwargs)
         set_dropout(model, 0.1)
         return model.train(), words
-    monkeypatch.setattr(rlhf, "load_model", load_with_dropout)
+    monkeypatch.setattr(rlhf, "read_model", load_with_dropout)
     rlhf.main(config_of(world, tmp_path, "--updates=1", "--episodes=24"))
     assert "self-check" in capsys.readouterr().out
 
