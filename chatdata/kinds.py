@@ -117,7 +117,8 @@ def count_words(name):
     return len(re.findall(r"[A-Z]?[a-z][a-z0-9]*|[A-Z0-9]+(?![a-z])", name))
 
 
-# Most names are alike, so held-out names are drawn so that no answer is more frequent than one in this many.
+# The answer to a kind about names, and: most names are alike, so held-out ones are drawn so that no answer is more
+# frequent than one in this many.
 BALANCED = {"style": (style, 8), "words": (count_words, 4)}
 
 # A number, a name or a short text: no brackets, no commas. Not None, which half of all defaults are: who knew only the
@@ -156,10 +157,8 @@ def about_name(kind, name, rng):
     """The question of a rule kind (or a remark) about a name."""
     if kind == "spell":
         return ask(kind, name, spell(name), rng)
-    if kind == "style":
-        return ask(kind, name, style(name), rng)
-    if kind == "words":
-        return ask(kind, name, count_words(name), rng)
+    if kind in BALANCED:
+        return ask(kind, name, BALANCED[kind][0](name), rng)
     if kind == "snake":
         return ask(kind, name.replace("_", " "), name, rng)
     return ask(kind, name, remark.sample(rng), rng)
@@ -191,7 +190,7 @@ def suits_definition(kind, definition):
 def suits_name(kind, name):
     if kind == "spell":
         return 3 <= len(name) <= 20
-    if kind in ("style", "words"):
+    if kind in BALANCED:
         return re.fullmatch(r"_?[A-Za-z][A-Za-z0-9_]{2,23}", name) is not None
     if kind == "snake":
         return re.fullmatch(r"[a-z]+(_[a-z]+){1,3}", name) is not None
@@ -212,7 +211,7 @@ def made_name(kind, words, rng):
             "".join(capitalised),
             parts[0].lower() + "".join(capitalised[1:]),
         )) if kind != "snake" else "_".join(parts).lower()
-        if kind != "spell" and kind != "snake" and rng.random() < 0.3:
+        if kind not in ("spell", "snake") and rng.random() < 0.3:
             name = "_" + name
         if suits_name(kind, name):
             return name

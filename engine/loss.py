@@ -16,7 +16,8 @@ def token_losses(logits, targets):
 def logprobs(model, ids, mask, temperature=1.0, with_entropy=False):
     """log p(ids[t+1] | ids[..t]) for every position but the first, fp32.
 
-    ids (B, T) int64; mask (B, T) bool, True where a token is real (padding may be left or right); temperature: that of sampling, since a policy that samples at 0.7 and is scored at 1 is two policies.
+    ids (B, T) int64; mask (B, T) bool, True where a token is real (padding may be left or right); temperature: that of
+    sampling, since a policy that samples at 0.7 and is scored at 1 is two policies.
     -> (B, T-1); with_entropy: also the entropy of each of those distributions, in nats, (B, T-1)."""
     logits = model(ids, mask=mask)[:, :-1].float() / temperature
     logp = logits.log_softmax(-1)                                          # (B, T-1, V)

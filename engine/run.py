@@ -12,9 +12,9 @@ from engine.files import lock_folder, read_json, sha256_file, write_json
 def open_run(config, stage, setup, **made_from):
     """Takes out_dir/stage for this run; -> (folder, lock), or (folder, None) when the run is finished.
 
-    made_from: {what: path} of the files and folders that it reads, or a text that stands for their content. The lock lives as long as the object does: keep it.
-    Refuses a folder that another process uses, and one that was begun with other settings or from other inputs: neither
-    to continue it nor to call it done would be right."""
+    made_from: {what: path} of the files and folders that it reads, or a text that stands for their content. The lock
+    lives as long as the object does: keep it. Refuses a folder that another process uses, and one that was begun with
+    other settings or from other inputs: neither to continue it nor to call it done would be right."""
     folder = Path(config.out_dir) / stage
     lock = on_main(lambda: lock_folder(folder), setup) or "held by rank 0"
     prints = {what: fingerprint(path) for what, path in made_from.items()}

@@ -38,9 +38,9 @@ STAGES = [
     ("report", "runs/report.py", "the table"),
 ]
 
-# Pretraining asks for tensors of the same sizes in every step. glibc gives the large ones back to the system each time, and
-# each page that comes anew is first filled with zeros: a fifth of a step on two cores. So they are kept. Not elsewhere:
-# where rows differ in length the kept pieces do not fit, and memory grows.
+# Pretraining asks for tensors of the same sizes in every step. glibc gives the large ones back to the system each time,
+# and each page that comes anew is first filled with zeros: a fifth of a step on two cores. So they are kept. Not
+# elsewhere: where rows differ in length the kept pieces do not fit, and memory grows.
 KEEP_FREED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 
 
@@ -52,7 +52,8 @@ def changed_since(moment, *folders):
 
 
 def run(command, more={}):
-    """Runs one stage, with more in its environment. Returns its exit status, wall seconds and CPU seconds (its workers' included)."""
+    """Runs one stage, with more in its environment. Returns its exit status, wall seconds and CPU seconds (its workers'
+    included)."""
     begin, before = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
     child = subprocess.Popen(command, env={**more, **os.environ})
     # Ctrl-C reaches the stage by itself, since it has our terminal; a kill reaches only us, so it is passed on. Either

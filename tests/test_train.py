@@ -197,7 +197,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(data, tmp_path)
     said = launch(data, out, *extra, processes=2, file=file, code=1)
     assert said.count("step skipped") == 4 and said.count("3 steps in a row") == 1
     assert [record["step"] for record in read_log(out / "pretrain") if record.get("skipped")] == [3, 7, 8, 9]
-    first, second = ([torch.load(out / f"rank{rank}_step{step}") for step in range(1, 9)] for rank in (0, 1))
+    first, second = ([torch.load(out / f"rank{rank}_step{step}", weights_only=True) for step in range(1, 9)] for rank in (0, 1))
     for step, (one, other) in enumerate(zip(first, second), start=1):
         assert torch.isfinite(one).all() and torch.equal(one, other), step
         assert step == 1 or torch.equal(one, first[step - 2]) == (step in (3, 7, 8)), step
