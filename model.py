@@ -242,9 +242,12 @@ class Llama(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, ids, mask=None, cache=None):
-        """ids (B, T) -> logits (B, T, V) of the token after each. Arguments as in Trunk.forward."""
-        return self.lm_head(self.model(ids, mask, cache))
+    def forward(self, ids, mask=None, cache=None, keep=None):
+        """ids (B, T) -> logits (B, T, V) of the token after each. Arguments as in Trunk.forward.
+
+        keep (B, T) bool: only at these N positions -> (N, V). Where few tokens are targets, the head is most of the work."""
+        hidden = self.model(ids, mask, cache)
+        return self.lm_head(hidden if keep is None else hidden[keep])
 
     def hidden(self, ids, mask=None, cache=None):
         """ids (B, T) -> (B, T, C), after the last norm."""

@@ -14,8 +14,9 @@ held-out name occurs in no training question of any kind. What stands in each fi
 
     conversations_train.jsonl    one to `turns` questions each, of mixed kinds
     conversations_val.jsonl      one held-out question each
-    preferences_train.jsonl      two remarks on a name, the better one chosen
-    preferences_val.jsonl        likewise, on held-out names and with combinations of adjectives never trained on
+    preferences_train.jsonl      some remarks on a name, best first
+    preferences_val.jsonl        two, the better one chosen, on held-out names and with combinations of adjectives never
+                                 trained on
     preferences_control.jsonl    two remarks of equal score and very different length
     prompts_train.jsonl          questions to remark on, for PPO; prompts_val.jsonl has held-out names
     baselines.json, index.json   what is to be beaten; what these files were made from and how many lines they have
@@ -37,12 +38,12 @@ seed = 1                       # of every draw below
 questions = 40000              # training questions of all kinds together
 val_questions = 150            # held-out questions of each kind, fewer when the held-out pages give fewer
 turns = 3                      # a training conversation has one to this many questions
-preferences = 6000             # training pairs
+preferences = 1500             # training rankings
+answers = 8                    # of each of them
 val_preferences = 600          # held-out pairs
 control_preferences = 600      # pairs of equal score and different length
 min_margin = 0.5               # by how much the scores of a held-out pair differ at least
-train_margin = 0.5             # likewise of a training pair: clear cases teach faster
-spoiled_share = 0.25           # of the pairs whose worse answer is outside the grammar; the others differ in tone alone
+spoiled_share = 0.25           # of a ranking's answers, and of the held-out pairs' worse ones: outside the grammar
 control_ratio = 1.8            # how many times as long (in characters) the longer remark of a control pair is at least
 prompts = 2000                 # PPO prompts
 val_prompts = 300              # held-out PPO prompts
@@ -206,22 +207,34 @@ def held_out_conversation(question):
 
 # --- 5. Preferences and prompts ---------------------------------------------------------------------------------------
 
+def remark_question(name, rng):
+    return [{"role": "user", "content": rng.choice(remark.QUESTIONS).format(name)}]
+
+
 def preference(name, better, worse, rng):
-    asked = rng.choice(remark.QUESTIONS).format(name)
-    return {"prompt": [{"role": "user", "content": asked}], "chosen": better, "rejected": worse, "kind": "remark",
+    return {"prompt": remark_question(name, rng), "chosen": better, "rejected": worse, "kind": "remark",
             "subject": name, "scores": {"chosen": remark.score(better), "rejected": remark.score(worse)}}
 
 
-def preferences_by_rule(split, count, names, config):
-    """Pairs in which the better remark is chosen; in every second one it is the longer, so that length says nothing. In
-    a share of them the worse one is no proper remark at all."""
-    rng = kinds.generator(config.seed, "preferences", split)
+def rankings_by_rule(count, names, config):
+    """Training rankings. Of their answers a share is no proper remark at all."""
+    rng = kinds.generator(config.seed, "preferences", "train")
+    rankings = []
+    for _ in range(count):
+        spoiled = int(config.spoiled_share * config.answers + rng.random())          # on average that share
+        name, ranked = rng.choice(names), remark.sample_ranking(rng, config.answers, min(spoiled, config.answers - 1))
+        rankings.append({"prompt": remark_question(name, rng), "ranked": ranked, "kind": "remark", "subject": name})
+    return rankings
+
+
+def preferences_by_rule(count, names, config):
+    """Held-out pairs in which the better remark is chosen; in every second one it is the longer, so that length says
+    nothing. In a share of them the worse one is no proper remark at all."""
+    rng = kinds.generator(config.seed, "preferences", "val")
     pairs = []
     for i in range(count):
-        spoiled = rng.random() < config.spoiled_share
-        margin = config.train_margin if split == "train" and not spoiled else config.min_margin
-        sample = remark.sample_spoiled_pair if spoiled else remark.sample_pair
-        better, worse = sample(rng, margin, i % 2 == 0, held_out=split == "val")
+        sample = remark.sample_spoiled_pair if rng.random() < config.spoiled_share else remark.sample_pair
+        better, worse = sample(rng, config.min_margin, i % 2 == 0, held_out=True)
         pairs.append(preference(rng.choice(names), better, worse, rng))
     rng.shuffle(pairs)
     return pairs
@@ -240,8 +253,7 @@ def control_preferences_by_rule(count, names, config):
 def remark_prompts(split, count, names, config):
     rng = kinds.generator(config.seed, "prompts", split)
     drawn = [rng.choice(names) for _ in range(count)]
-    return [{"messages": [{"role": "user", "content": rng.choice(remark.QUESTIONS).format(name)}], "kind": "remark",
-             "subject": name} for name in drawn]
+    return [{"messages": remark_question(name, rng), "kind": "remark", "subject": name} for name in drawn]
 
 
 # --- 6. Out -----------------------------------------------------------------------------------------------------------
@@ -285,8 +297,8 @@ def main(config):
     rows = {
         "conversations_train": training_conversations(sum(train.values(), []), config),
         "conversations_val": [held_out_conversation(question) for kind in val.values() for question in kind],
-        "preferences_train": preferences_by_rule("train", config.preferences, names, config),
-        "preferences_val": preferences_by_rule("val", config.val_preferences, held_out or names, config),
+        "preferences_train": rankings_by_rule(config.preferences, names, config),
+        "preferences_val": preferences_by_rule(config.val_preferences, held_out or names, config),
         "preferences_control": control_preferences_by_rule(config.control_preferences, held_out or names, config),
         "prompts_train": remark_prompts("train", config.prompts, names, config),
         "prompts_val": remark_prompts("val", config.val_prompts, held_out or names, config),

@@ -10,9 +10,12 @@ is higher:
 
     loss = -log sigmoid(score(chosen) - score(rejected))         Bradley & Terry 1952; Stiennon et al. 2020 (2009.01325)
 
+Where more than two answers to one prompt were put in order, each goes through the model once and is compared with all
+others: K answers give K (K - 1) / 2 pairs, whose mean is the ranking's loss (Ouyang et al. 2022, 2203.02155).
+
 Reads   data_dir/chat/preferences_{train,val,control}.jsonl, one object a line:
             {"prompt": messages, "chosen": text, "rejected": text, "margin"?: number}     or
-            {"prompt": messages, "ranked": [texts, best first]}                  every pair of them counts
+            {"prompt": messages, "ranked": [texts, best first; equally good ones as a list among them], "margin"?: ...}
         val and control may be missing. Control pairs are equally good and very different in length: a model without a
         taste for length prefers the longer one half the time.
 Writes  out_dir/reward/step_N/        the model: a Hugging Face trunk, the head in heads.safetensors beside it
@@ -23,8 +26,10 @@ An interrupted run is continued by the same command; a finished one says that it
 """
 import math
 import time
+from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from configurator import configure
@@ -36,28 +41,30 @@ from engine.monitor import Monitor
 from engine.optim import clip, learning_rate_problems, lr_at, optimizers_of, set_lr
 from engine.parallel import accumulating, all_sum, barrier, compile_blocks, finish, start, wrap
 from engine.run import open_run, refuse_once
-from engine.shards import step_blocks
+from engine.shards import step_blocks, steps_by_length
 from engine.tokenizer import Tokenizer
 
 data_dir = "data/demo"         # its chat/ holds the preferences
 out_dir = "out/demo"           # this stage writes into out_dir/reward
 init_from = ""                 # folder of the model to start from; empty: out_dir/sft
-seed = 1                       # of the order of the pairs
+seed = 1                       # of the order of the rankings
 device = "auto"                # 'auto', 'cpu', 'cuda'
 dtype = "auto"                 # of the matrix products: 'auto', 'bf16', 'fp32'
 threads = 0                    # of a CPU; 0: the cores of the machine, shared by its processes
 deterministic = True           # the same bits in every run
 compile = False                # torch.compile, per block; pays in a run of more than some hundred steps
 attention = "flash"            # 'flash' or 'fp32'; the explicit one is the faster one for short rows on a CPU
-max_pairs = 0                  # how many of the training pairs to use; 0: all
-epochs = 1                     # with more than one it learns the pairs by heart
-pairs_per_step = 64            # in the global batch
-micro_batch_size = 32          # pairs at once on one device
+max_rankings = 0               # how many of the training file's lines to use; 0: all
+epochs = 1                     # with more than one it learns them by heart
+batch_size = 64                # rankings (a pair is one of two) in the global batch
+window = 25                    # steps whose rankings are sorted by length together: more is less padding
+micro_batch_size = 32          # rankings at once on one device
 learning_rate = 1e-4           # peak
 matrix_learning_rate = 0.0     # above 0: Muon for the layers' matrices with this peak, AdamW for the rest
 warmup_share = 0.1             # of all steps
 weight_decay = 0.01            # of matrices
 grad_clip = 1.0                # largest norm of the gradient
+along_until = 0.0              # share of the run in which answers are judged word by word too (`losses`); 0: none
 centring = 0.0                 # weight of (chosen + rejected)^2, which holds scores near 0 while they are learned
 sft_samples = 256              # answers of the starting model whose scores are made to have mean 0 and deviation 1
 max_new_tokens = 64            # of each of them
@@ -68,96 +75,145 @@ save_full = 50                 # steps between the checkpoints that a rerun cont
 MARGINS = (0.0, 1.0, 1.5, 2.0, math.inf)     # edges of the buckets in which the accuracy is told
 
 
-# --- Pairs -----------------------------------------------------------------------------------------------------------
+# --- Rankings --------------------------------------------------------------------------------------------------------
 
-def read_pairs(path, tokenizer, block_size):
-    """The pairs of a preference file: a list of {"chosen", "rejected": token ids of the whole dialogue, "prompt": how
-    many of them are the prompt, "margin", "gap"}, and the number of pairs that are longer than the model can read.
+def read_rankings(path, tokenizer, block_size):
+    """The rankings of a preference file: a list of {"dialogues": lists of token ids, best first, "level": for each of
+    them a number, smaller is better, "prompt": how many ids are the prompt, "margin", "gap"}, and the number of those
+    left out since a dialogue is longer than the model can read.
 
     A dialogue ends in <|end|>, and that is where it is scored: there the model has read all of the answer and knows
     that it is over."""
-    pairs, too_long = [], 0
+    rankings, too_long = [], 0
     for record in chat.read_preferences(path):
-        answers = [{"role": "assistant", "content": record[side]} for side in ("chosen", "rejected")]
-        chosen, rejected = (chat.render(tokenizer, [*record["prompt"], answer])[0] for answer in answers)
-        if max(len(chosen), len(rejected)) > block_size:
+        level = [i for i, texts in enumerate(record["ranked"]) for _ in texts]
+        answers = [{"role": "assistant", "content": text} for text in sum(record["ranked"], [])]
+        dialogues = [chat.render(tokenizer, [*record["prompt"], answer])[0] for answer in answers]
+        if max(map(len, dialogues)) > block_size:
             too_long += 1
             continue
         prompt = len(chat.render(tokenizer, record["prompt"], open_assistant=True)[0])
-        pairs.append({"chosen": chosen, "rejected": rejected, "prompt": prompt,
-                      "margin": record.get("margin", 0.0), "gap": gap_of(record)})
-    return pairs, too_long
+        rankings.append({"dialogues": dialogues, "level": level, "prompt": prompt,
+                         "margin": record.get("margin", 0.0), "gap": gap_of(record)})
+    return rankings, too_long
 
 
 def gap_of(record):
-    """By how much the chosen answer is better, where the file tells; for the report only. NaN where it does not."""
+    """By how much a pair's chosen answer is better, where the file tells; for the report only. NaN where it does not."""
     scores = record.get("scores")
     return scores["chosen"] - scores["rejected"] if scores else record.get("margin", math.nan)
 
 
-def micro_batches(pairs, setup, size):
-    """This rank's share of a step's pairs, in micro-batches of similar length, so that little of them is padding. The
-    loss is a sum over pairs, so neither the order within the step nor the cut changes its gradient."""
-    by_length = sorted(pairs, key=lambda pair: max(len(pair["chosen"]), len(pair["rejected"])))
-    mine = by_length[setup.rank::setup.world]
+def longest(ranking):
+    return max(map(len, ranking["dialogues"]))
+
+
+def pairs_of(rankings, device="cpu"):
+    """All pairs of a better and a worse answer to one prompt: (better, worse, ranking), three int64 tensors (P,). The
+    first two count the dialogues of all rankings one after the other."""
+    pairs, start = [], 0
+    for number, ranking in enumerate(rankings):
+        level = ranking["level"]
+        both = combinations(range(len(level)), 2)
+        pairs += [(start + i, start + j, number) for i, j in both if level[i] < level[j]]
+        start += len(level)
+    return torch.tensor(pairs, device=device).unbind(1)
+
+
+def micro_batches(rankings, setup, size):
+    """This rank's share of a step, in micro-batches of similar length, so that little of them is padding. The loss is a
+    sum over rankings, so neither the order within the step nor the cut changes its gradient."""
+    mine = sorted(rankings, key=longest)[setup.rank::setup.world]
     return [mine[i:i + size] for i in range(0, len(mine), size)]
 
 
 # --- Scores ----------------------------------------------------------------------------------------------------------
 
-def score(model, dialogues, pad_id, device):
-    """dialogues: lists of token ids -> (B,): what the head says at the last real token of each."""
+def scores_along(model, dialogues, prompts, pad_id, device):
+    """What the head says at each token of the answers: dialogues, N lists of token ids of which the first prompts[n] are
+    the prompt -> (N, R), R tokens of the longest answer. Behind the end of an answer its last number is repeated; so
+    [:, -1] is the answers' scores.
+
+    Padding is on the right, where no real token looks: the model needs no mask, and attention keeps its fast path."""
     width = -(-max(map(len, dialogues)) // 8) * 8      # few different widths, so that memory is reused
-    ids = torch.tensor([d + [pad_id] * (width - len(d)) for d in dialogues], device=device)            # (B, T)
-    mask = torch.arange(width, device=device) < torch.tensor([[len(d)] for d in dialogues], device=device)
-    return rl.at_last(model(ids, mask=mask), mask)
+    ids = torch.tensor([d + [pad_id] * (width - len(d)) for d in dialogues], device=device)            # (N, T)
+    first, last = torch.tensor(prompts, device=device), torch.tensor([len(d) - 1 for d in dialogues], device=device)
+    at = first[:, None] + torch.arange(int((last - first).max()) + 1, device=device)                   # (N, R)
+    return model(ids).gather(1, torch.minimum(at, last[:, None]))
 
 
-def score_pairs(model, pairs, pad_id, device):
-    """-> chosen (B,), rejected (B,). Both sides go through the model in one forward pass: DDP expects one, and so both
-    have the same padding and precision."""
-    sides = [pair["chosen"] for pair in pairs] + [pair["rejected"] for pair in pairs]
-    return score(model, sides, pad_id, device).chunk(2)
+def score_rankings(model, rankings, pad_id, device):
+    """-> (N, R), N dialogues. All go through the model in one forward pass: DDP expects one, and so all have the same
+    padding and precision."""
+    dialogues = [dialogue for ranking in rankings for dialogue in ranking["dialogues"]]
+    prompts = [ranking["prompt"] for ranking in rankings for _ in ranking["dialogues"]]
+    return scores_along(model, dialogues, prompts, pad_id, device)
 
 
 @torch.no_grad()
-def score_all(model, pairs, pad_id, setup, size):
-    """Scores of all pairs, in their order -> chosen (N,), rejected (N,) on the CPU. Each rank scores all: it is
+def score_all(model, rankings, pad_id, setup, size):
+    """The scores of all dialogues of all rankings, in their order -> (N,) on the CPU. Each rank scores all: it is
     short."""
-    order = sorted(range(len(pairs)), key=lambda i: max(len(pairs[i]["chosen"]), len(pairs[i]["rejected"])))
-    scores = torch.zeros(2, len(pairs))
+    order = sorted(range(len(rankings)), key=lambda i: longest(rankings[i]))
+    scores = [None] * len(rankings)
     for i in range(0, len(order), size):
         rows = order[i:i + size]
         with setup.autocast():
-            scores[:, rows] = torch.stack(score_pairs(model, [pairs[r] for r in rows], pad_id, setup.device)).cpu()
-    return scores[0], scores[1]
+            found = score_rankings(model, [rankings[r] for r in rows], pad_id, setup.device)[:, -1].cpu()
+        for r, part in zip(rows, found.split([len(rankings[r]["level"]) for r in rows])):
+            scores[r] = part
+    return torch.cat(scores)
+
+
+def losses(along, rankings, share, centring=0.0):
+    """The loss of each ranking (B,), the mean over its pairs, and the share of its pairs that are ranked right (B,).
+
+    `share` of the loss is taken all along the answers, at every token up to the longer one's end, as in DeepSpeed-Chat
+    (Yao et al. 2023, 2308.01320): each number says what the answer is worth as far as it has been read, so a word that
+    decides is found where it stands. The final score alone learns that slowly. But as long as it counts, having gone on
+    without a fault is worth something, and with it length: so `share` is to be 0 at the end of the run."""
+    better, worse, ranking = pairs_of(rankings, along.device)
+    margin = torch.tensor([r["margin"] for r in rankings], device=along.device)[ranking]
+    chosen, rejected = along[better, -1], along[worse, -1]
+    loss = rl.ranking_loss(chosen, rejected, margin, centring)
+    if share:
+        length = torch.tensor([len(d) - r["prompt"] for r in rankings for d in r["dialogues"]], device=along.device)
+        real = torch.arange(along.size(1), device=along.device) < torch.maximum(length[better], length[worse])[:, None]
+        each = rl.ranking_loss(along[better], along[worse], margin[:, None], centring)                 # (P, R)
+        loss = (1 - share) * loss + share * torch.where(real, each, 0.0).sum(1) / real.sum(1)
+    mean = lambda x: x.new_zeros(len(rankings)).index_add(0, ranking, x) / ranking.bincount(minlength=len(rankings))
+    return mean(loss), mean(rl.pair_accuracy(chosen, rejected))
 
 
 # --- Reports ---------------------------------------------------------------------------------------------------------
 
-def report(pairs, chosen, rejected):
+def report(rankings, scores):
     """Accuracy on held-out pairs, in all and by how far apart they are. Ties count half."""
-    right, gaps = rl.pair_accuracy(chosen, rejected), torch.tensor([pair["gap"] for pair in pairs])
+    better, worse, ranking = pairs_of(rankings)
+    right = rl.pair_accuracy(scores[better], scores[worse])
+    gaps = torch.tensor([r["gap"] for r in rankings])[ranking]
     buckets = []
     for low, high in zip(MARGINS, MARGINS[1:]):
         inside = (gaps >= low) & (gaps < high)
         if inside.any():
             accuracy = right[inside].mean().item()
             buckets.append({"from": low, "to": high, "pairs": int(inside.sum()), "accuracy": accuracy})
-    return {"pairs": len(pairs), "accuracy": right.mean().item(), "by_margin": buckets,
-            "loss": rl.ranking_loss(chosen, rejected).mean().item()}
+    return {"pairs": len(right), "accuracy": right.mean().item(), "by_margin": buckets,
+            "loss": rl.ranking_loss(scores[better], scores[worse]).mean().item()}
 
 
-def report_control(pairs, chosen, rejected, ratio):
+def report_control(rankings, scores, ratio):
     """What length does to the score when nothing else differs; over the pairs whose answers differ `ratio` x in
     tokens."""
-    lengths = torch.tensor([[len(p["chosen"]) - p["prompt"], len(p["rejected"]) - p["prompt"]] for p in pairs]).float()
-    apart = lengths.max(1).values / lengths.min(1).values.clamp(min=1)
+    better, worse, _ = pairs_of(rankings)
+    lengths = torch.tensor([float(len(d) - r["prompt"]) for r in rankings for d in r["dialogues"]])
+    longer, shorter = torch.maximum(lengths[better], lengths[worse]), torch.minimum(lengths[better], lengths[worse])
+    apart = longer / shorter.clamp(min=1)
     kept = apart >= ratio
     if not kept.any():
-        return {"pairs": 0, "left_out": len(pairs)}
-    right = rl.pair_accuracy(chosen, rejected)
-    longer_preferred = torch.where(lengths[:, 0] > lengths[:, 1], right, 1 - right)
+        return {"pairs": 0, "left_out": len(kept)}
+    right = rl.pair_accuracy(scores[better], scores[worse])
+    longer_preferred = torch.where(lengths[better] > lengths[worse], right, 1 - right)
     return {"pairs": int(kept.sum()), "left_out": int((~kept).sum()), "smallest_length_ratio": apart[kept].min().item(),
             "accuracy": right[kept].mean().item(), "prefers_longer": longer_preferred[kept].mean().item()}
 
@@ -173,8 +229,9 @@ def standardise(model, policy, prompts, tokenizer, config, setup):
     answers = generate(policy, prompts, config.max_new_tokens, chat.stop_ids(tokenizer), seed=config.seed).ids
     dialogues, size = [p + a for p, a in zip(prompts, answers)], config.micro_batch_size
     with setup.autocast():
-        scores = torch.cat([score(model, dialogues[i:i + size], tokenizer.pad_id, setup.device)
-                            for i in range(0, len(dialogues), size)])
+        lengths = [len(p) for p in prompts]
+        scores = torch.cat([scores_along(model, dialogues[i:i + size], lengths[i:i + size], tokenizer.pad_id,
+                                         setup.device)[:, -1] for i in range(0, len(dialogues), size)])
     mean, deviation = scores.mean(), scores.std().clamp(min=1e-6)
     model.score.weight.div_(deviation)
     model.score.bias.sub_(mean).div_(deviation)
@@ -214,20 +271,22 @@ def main(config):
         refuse_once(setup, f"{train_file} is missing; the demonstration's is made by: {config.command('prepare_chat')}")
     # What is asked of the settings and the pairs, before the folder is bound to them.
     tokenizer, context = Tokenizer.load(source), read_config(source).block_size
-    train, too_long = read_pairs(train_file, tokenizer, context)
-    train = train[:config.max_pairs or None]
-    problems = config.below_one("pairs_per_step", "micro_batch_size", "epochs", "max_new_tokens", "log_every")
+    train, too_long = read_rankings(train_file, tokenizer, context)
+    train = train[:config.max_rankings or None]
+    problems = config.below_one("batch_size", "window", "micro_batch_size", "epochs", "max_new_tokens", "log_every")
     if config.sft_samples < 2:
         problems.append(f"sft_samples must be at least 2, found {config.sft_samples}: one score has no deviation")
     problems += learning_rate_problems(config)
-    if len(train) < config.pairs_per_step:
-        problems.append(f"{train_file} has {len(train)} usable pairs ({too_long} are longer than the model's "
-                        f"{context} tokens), fewer than pairs_per_step = {config.pairs_per_step}")
-    if config.pairs_per_step % setup.world:
-        problems.append(f"pairs_per_step = {config.pairs_per_step} can not be shared by {setup.world} processes")
+    if len(train) < config.batch_size:
+        problems.append(f"{train_file} has {len(train)} usable pairs or rankings ({too_long} are longer than the "
+                        f"model's {context} tokens), fewer than batch_size = {config.batch_size}")
+    if config.batch_size % setup.world:
+        problems.append(f"batch_size = {config.batch_size} can not be shared by {setup.world} processes")
+    if not 0 <= config.along_until <= 1:
+        problems.append(f"along_until is a share of the run, from 0 to 1; found {config.along_until}")
     if problems:
         refuse_once(setup, *problems)
-    run, lock = open_run(config, "reward", setup, model=source, pairs=train_file)
+    run, lock = open_run(config, "reward", setup, model=source, preferences=train_file)
     if lock is None:
         return
 
@@ -238,8 +297,11 @@ def main(config):
     model.to(setup.device).eval()                                          # dropout would be noise in a difference
 
     # 3. What it will cost.
-    steps = config.epochs * len(train) // config.pairs_per_step
-    setup.say(f"reward: {len(train):,} pairs ({too_long} too long), {steps} steps of {config.pairs_per_step}; "
+    per_epoch = len(train) // config.batch_size
+    train = train[:per_epoch * config.batch_size]                          # a short step would weigh its answers more
+    steps, lengths = config.epochs * per_epoch, np.array([longest(ranking) for ranking in train])
+    setup.say(f"reward: {len(train):,} rankings ({too_long} too long), {len(pairs_of(train)[0]):,} pairs; "
+              f"{steps} steps of {config.batch_size} rankings; "
               f"{sum(p.numel() for p in model.parameters()):,} parameters on {setup.device}, {setup.dtype}")
 
     # 4. Training, from wherever the last full checkpoint stands.
@@ -251,21 +313,24 @@ def main(config):
     monitor = Monitor(run, setup, steps, first, label="reward")
     for step in range(first, steps):
         lr = lr_at(step, steps, config.learning_rate, warmup, "linear", final=0.0)
-        batch = [train[i] for i in step_blocks(step, config.pairs_per_step, len(train), config.seed)]
+        epoch, place = divmod(step, per_epoch)
+        if step == first or place == 0:
+            plan = steps_by_length(lengths, config.batch_size, config.window, config.seed, epoch)
+        batch = [train[i] for i in plan[place]]
         micros = micro_batches(batch, setup, config.micro_batch_size)
         model.zero_grad(set_to_none=True)
-        sums = torch.zeros(2, device=setup.device)                         # loss, pairs ranked right
+        sums = torch.zeros(2, device=setup.device)                         # loss, share of pairs ranked right
+        share = max(0.0, 1 - step / (config.along_until * steps)) if config.along_until else 0.0
         for i, micro in enumerate(micros):
             with accumulating(wrapped, last=i == len(micros) - 1), setup.autocast():
-                chosen, rejected = score_pairs(wrapped, micro, tokenizer.pad_id, setup.device)
-                margin = torch.tensor([pair["margin"] for pair in micro], device=setup.device)
-                loss = rl.ranking_loss(chosen, rejected, margin, config.centring).sum()
-                # Summed over the pairs of the global step and divided by their number. DDP averages over ranks: *
-                # world.
-                (loss * setup.world / config.pairs_per_step).backward()
-            sums += torch.stack([loss, rl.pair_accuracy(chosen, rejected).sum()]).detach()
+                along = score_rankings(wrapped, micro, tokenizer.pad_id, setup.device)
+                loss, right = losses(along, micro, share, config.centring)
+                # Summed over the rankings of the global step and divided by their number. DDP averages over ranks:
+                # * world.
+                (loss.sum() * setup.world / config.batch_size).backward()
+            sums += torch.stack([loss.sum(), right.sum()]).detach()
         norm = clip(model.parameters(), config.grad_clip).item()
-        loss, accuracy = (all_sum(sums, setup) / config.pairs_per_step).tolist()
+        loss, accuracy = (all_sum(sums, setup) / config.batch_size).tolist()
         if not math.isfinite(loss + norm):
             refuse_once(setup, f"step {step}: loss {loss}, gradient norm {norm}: nothing that could be learned from. "
                         f"The last checkpoint in {run} is as it was; lower --learning_rate, or use --dtype=fp32")
@@ -284,18 +349,18 @@ def main(config):
     monitor.close()
 
     # 5. What it knows: on pairs that it has not seen, and on pairs that differ in nothing but length.
-    result = {"train_pairs": len(train), "steps": steps}
+    result = {"train_rankings": len(train), "train_pairs": len(pairs_of(train)[0]), "steps": steps}
     for name in ("val", "control"):
         file = data / f"preferences_{name}.jsonl"
         if file.exists():
-            pairs, _ = read_pairs(file, tokenizer, model.config.block_size)
-            scores = score_all(model, pairs, tokenizer.pad_id, setup, config.micro_batch_size)
-            result[name] = (report(pairs, *scores) if name == "val"
-                            else report_control(pairs, *scores, config.control_ratio))
+            rankings, _ = read_rankings(file, tokenizer, model.config.block_size)
+            scores = score_all(model, rankings, tokenizer.pad_id, setup, config.micro_batch_size)
+            result[name] = (report(rankings, scores) if name == "val"
+                            else report_control(rankings, scores, config.control_ratio))
 
     # 6. The scale of its scores; then the model, and last of all the sign that the stage is done.
     picked = [train[i] for i in step_blocks(0, config.sft_samples, len(train), config.seed + 1)]
-    prompts = [pair["chosen"][:pair["prompt"]] for pair in picked]
+    prompts = [ranking["dialogues"][0][:ranking["prompt"]] for ranking in picked]
     result["sft_samples"] = standardise(model, policy, prompts, tokenizer, config, setup)
     folder = checkpoint.save_light(run, steps, model, tokenizer, setup, {"config_hash": config.hash})
     result["seconds"] = before + time.perf_counter() - started

@@ -27,7 +27,6 @@ What decides whether tuning works, and where it stands below:
 """
 import math
 import time
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +40,7 @@ from engine.loss import token_losses
 from engine.monitor import Monitor, read_log
 from engine.optim import Guard, clip, learning_rate_problems, lr_at, optimizers_of, set_lr, warmup_length
 from engine.run import open_run, refuse_hopeless, refuse_once, save_when_due
-from engine.shards import permuted
+from engine.shards import steps_by_length
 
 # data and folders
 data_dir = "data/demo"
@@ -131,25 +130,7 @@ def tell_losses(path, examples, counts, length, setup):
                   f"left out as too long, {counts['without_target']} left out since nothing in them is trained")
 
 
-# --- Order: a pure function of lengths, seed and config ---------------------------------------------------------------
-
-def plan(lengths, batch_size, window, seed, epoch):
-    """The steps of one epoch, a list of arrays of conversation numbers: each once, the last step may be short.
-
-    All are permuted, then within each `window` steps sorted by length, so that the rows of a step are of similar
-    length; then the order of the steps is permuted, so that lengths do not rise and fall."""
-    def shuffled(n, what):
-        return permuted(np.arange(n), n, zlib.crc32(f"{seed} {epoch} {what}".encode()))
-
-    n = len(lengths)
-    order = shuffled(n, "conversations")
-    steps = []
-    for start in range(0, n, batch_size * window):
-        bucket = order[start:start + batch_size * window]
-        bucket = bucket[np.argsort(lengths[bucket], kind="stable")]
-        steps += [bucket[i:i + batch_size] for i in range(0, len(bucket), batch_size)]
-    return [steps[i] for i in shuffled(len(steps), "steps")]
-
+# --- Batches -----------------------------------------------------------------------------------------------------------
 
 def collate(examples, numbers, pad_id):
     """Conversations as (inputs, targets, weights), each (B, T), T the longest one's length - 1, up to a multiple of 8:
@@ -190,14 +171,15 @@ def forward_backward(model, batches, end_id, setup):
     weight = parallel.all_sum(sum(w.sum(dtype=torch.float64) for _, _, w in batches), setup)
     total = torch.zeros(5, dtype=torch.float64, device=setup.device)
     for i, (x, y, w) in enumerate(batches):
+        keep = w > 0                                                       # (B, T), N targets in all
         with parallel.accumulating(model, last=i == len(batches) - 1):
             with setup.autocast():
-                logits = model(x)
-            losses = token_losses(logits, y) * w                           # (B, T)
+                logits = model(x, keep=keep)                               # (N, V)
+            losses = token_losses(logits, y[keep]) * w[keep]               # (N,)
             # By the global weight, not by this micro-batch's. DDP divides by the number of ranks, hence the factor.
             (losses.sum() * setup.world / weight.float()).backward()
         losses, at_end = losses.detach().double(), y == end_id
-        total += torch.stack([losses.sum(), losses[at_end].sum(), w[at_end].sum().double(), (w > 0).sum().double(),
+        total += torch.stack([losses.sum(), losses[at_end[keep]].sum(), w[at_end].sum().double(), keep.sum().double(),
                               torch.tensor(w.numel(), dtype=torch.float64, device=setup.device)])
     loss, end_loss, end_weight, targets, positions = parallel.all_sum(total, setup).tolist()
     return {"loss": loss / weight.item(), "loss_end": end_loss / max(end_weight, 1e-9), "weight": weight.item(),
@@ -213,8 +195,8 @@ def evaluate(model, examples, config, pad_id, setup):
     for start in range(setup.rank * config.micro_batch_size, len(order), setup.world * config.micro_batch_size):
         x, y, w = (t.to(setup.device) for t in collate(examples, order[start:start + config.micro_batch_size], pad_id))
         with setup.autocast():
-            losses = token_losses(parallel.bare(model)(x), y)
-        total += torch.stack([(losses * w).sum().double(), w.sum().double()])
+            losses = token_losses(parallel.bare(model)(x, keep=w > 0), y[w > 0]) * w[w > 0]
+        total += torch.stack([losses.sum().double(), w.sum().double()])
     model.train()
     loss, weight = parallel.all_sum(total, setup).tolist()
     return loss / weight
@@ -304,7 +286,7 @@ def main(config):
     for step in range(state["step"], max_steps):
         if step // per_epoch != epoch:
             epoch = step // per_epoch
-            steps = plan(lengths, config.batch_size, config.window, config.seed, epoch)
+            steps = steps_by_length(lengths, config.batch_size, config.window, config.seed, epoch)
         numbers = steps[step % per_epoch]
         lr = lr_at(step, max_steps, config.learning_rate, warmup, config.schedule, config.final_lr)
         batches = micro_batches(examples, numbers, config, tokenizer.pad_id, setup)

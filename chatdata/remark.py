@@ -139,16 +139,36 @@ def spoil(rng, text):
 
 
 def sample_spoiled_pair(rng, min_margin, chosen_is_longer, held_out=False):
-    """Like sample_pair, the worse one being a spoiled remark, whatever its tone was: on the training side mostly the
-    better one with a fault, since between two of different tone the tone is what is learned. A reward model that has
-    never seen such answers cannot know that they are bad, and PPO finds out: nothing but the divergence would hold it
-    inside the grammar."""
+    """Like sample_pair, the worse one being a spoiled remark, whatever its tone was. A reward model that has never seen
+    such answers cannot know that they are bad, and PPO finds out: nothing but the divergence would hold it inside the
+    grammar."""
     while True:
-        better = sample(rng, held_out)
-        worse = spoil(rng, sample(rng, held_out) if held_out or rng.random() < 0.25 else better)
+        better, worse = sample(rng, held_out), spoil(rng, sample(rng, held_out))
         far_enough = score(better) - score(worse) >= min_margin
         if far_enough and len(better) != len(worse) and (len(better) > len(worse)) == chosen_is_longer:
             return better, worse
+
+
+def sample_ranking(rng, answers, spoiled):
+    """`answers` remarks, best first, no two proper ones of equal score; the last `spoiled` of them are spoiled ones, as a
+    list, since they are equally bad. In a ranking each remark is compared with all others, so slightly and extremely
+    are told apart, which the sign of one difference seldom does.
+
+    Of the spoiled ones every second is longer than the proper ones are on average, and the others are shorter."""
+    proper = {}
+    while len(proper) < answers - spoiled:
+        remark = sample(rng)
+        if score(remark) > ILL_FORMED:
+            proper.setdefault(score(remark), remark)
+    ranked = [proper[points] for points in sorted(proper, reverse=True)]
+    length, last = sum(map(len, ranked)) / len(ranked), []
+    while len(last) < spoiled:
+        longer, worse = rng.random() < 0.5, ""
+        while not worse or len(worse) == length or (len(worse) > length) != longer:
+            worse = spoil(rng, rng.choice(ranked))
+        if worse not in last:
+            last.append(worse)
+    return [*ranked, last] if last else ranked
 
 
 def sample_control_pairs(rng, count, min_ratio, held_out=False):

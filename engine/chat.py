@@ -17,7 +17,7 @@ An optional system message comes first, then user and assistant take turns, and 
 [[start, end, weight], ...] over the characters of the content; what lies in no span weighs 1. A preference is one of
 
     {"prompt": messages, "chosen": text, "rejected": text, "margin"?: number >= 0, ...}
-    {"prompt": messages, "ranked": [text, ...], ...}          best first; becomes all its pairs
+    {"prompt": messages, "ranked": [text, ...], ...}          best first; equally good ones as a list among them
 
 and a prompt is {"messages": messages}, where in both the user has the last word. Other keys beside these are kept as
 they are. Every line is checked before anything is used, and all bad lines are reported together.
@@ -25,7 +25,6 @@ they are. Every line is checked before anything is used, and all bad lines are r
 
 import json
 import math
-from itertools import combinations
 from pathlib import Path
 
 from configurator import refuse
@@ -111,13 +110,13 @@ def read_prompts(path):
 
 
 def read_preferences(path):
-    """-> list of dicts with "prompt", "chosen", "rejected" and what else the line had. A ranked line becomes many."""
-    pairs = []
-    for entry in read_lines(path, _wrong_preference):
-        texts = entry.pop("ranked", None) or [entry["chosen"], entry["rejected"]]
-        # In order, so the first of each two is the better one.
-        pairs += [{**entry, "chosen": better, "rejected": worse} for better, worse in combinations(texts, 2)]
-    return pairs
+    """-> list of dicts with "prompt", "ranked" and what else the line had. `ranked` is a list of lists of texts: best
+    first, and what stands in one list is equally good. A pair has become the ranking [[chosen], [rejected]]."""
+    entries = read_lines(path, _wrong_preference)
+    for entry in entries:
+        ranked = entry.pop("ranked", None) or [entry.pop("chosen"), entry.pop("rejected")]
+        entry["ranked"] = [texts if isinstance(texts, list) else [texts] for texts in ranked]
+    return entries
 
 
 def _wrong_preference(entry):
@@ -126,10 +125,16 @@ def _wrong_preference(entry):
         wrong.append(f"margin must be a number >= 0, found {_short(entry['margin'])}")
     if "ranked" in entry and ("chosen" in entry or "rejected" in entry):
         wrong.append("has ranked and chosen or rejected; it can only be one of the two forms")
-    texts = entry["ranked"] if "ranked" in entry else [entry.get("chosen"), entry.get("rejected")]
-    if not isinstance(texts, list) or len(texts) < 2 or not all(map(_is_text, texts)):
-        wrong.append("chosen and rejected, or the two or more members of ranked, must be texts that are not empty, "
-                     f"found {_short(texts)}")
+    if "ranked" in entry:
+        ranked = entry["ranked"]
+        levels = [each if isinstance(each, list) else [each] for each in ranked] if isinstance(ranked, list) else []
+    else:
+        ranked = [entry.get("chosen"), entry.get("rejected")]
+        levels = [[text] for text in ranked]
+    texts = sum(levels, [])
+    if len(levels) < 2 or not all(levels) or not all(map(_is_text, texts)):
+        wrong.append("chosen and rejected, or the two or more members of ranked, must be texts that are not empty "
+                     f"(or lists of such that are equally good), found {_short(ranked)}")
     elif len(set(texts)) < len(texts):
         wrong.append("the same text stands on both sides, which is no preference")
     return wrong

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 
 def token_losses(logits, targets):
-    """-log p(target) of each position, fp32.   logits (B, T, V), targets (B, T) int64 -> (B, T)"""
-    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+    """-log p(target) of each position, fp32.   logits (..., V), targets (...) int64 -> as targets"""
+    losses = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="none")
     return losses.view_as(targets)
 
 

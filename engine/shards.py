@@ -16,6 +16,7 @@ import hashlib
 import io
 import json
 import os
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -253,6 +254,23 @@ def step_blocks(step, blocks_per_step, n_blocks, seed):
         epoch_seed = int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little")
         result[here] = permuted(within[here], n_blocks, epoch_seed)
     return result
+
+
+def steps_by_length(lengths, batch_size, window, seed, epoch):
+    """The steps of one epoch over rows of these lengths, a list of arrays of row numbers: each row once; one step may be
+    short.
+
+    All are permuted, then within each `window` steps sorted by length, so that the rows of a step are of similar length
+    and little of it is padding; then the order of the steps is permuted, so that lengths do not rise and fall."""
+    def shuffled(n, what):
+        return permuted(np.arange(n), n, zlib.crc32(f"{seed} {epoch} {what}".encode()))
+
+    order, steps = shuffled(len(lengths), "conversations"), []
+    for start in range(0, len(order), batch_size * window):
+        bucket = order[start:start + batch_size * window]
+        bucket = bucket[np.argsort(lengths[bucket], kind="stable")]
+        steps += [bucket[i:i + batch_size] for i in range(0, len(bucket), batch_size)]
+    return [steps[i] for i in shuffled(len(steps), "steps")]
 
 
 def batch(data, block_ids, block_size):

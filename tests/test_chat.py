@@ -224,11 +224,10 @@ def test_prompts_end_with_the_user(tmp_path, capsys):
 
 def test_preferences(tmp_path):
     plain = {"prompt": [USER], "chosen": "yes", "rejected": "no", "dimension": "truth", "margin": 2, "subject": "x"}
-    ranked = {"prompt": [USER, ANSWER, USER], "ranked": ["a", "b", "c"], "margin": 1}
+    ranked = {"prompt": [USER, ANSWER, USER], "ranked": ["a", ["b", "c"], "d"], "margin": 1}
     read = read_preferences(lines(tmp_path, plain, ranked))
-    assert read[0] == plain
-    assert [(pair["chosen"], pair["rejected"]) for pair in read[1:]] == [("a", "b"), ("a", "c"), ("b", "c")]
-    assert all(pair["margin"] == 1 and "ranked" not in pair for pair in read[1:])
+    assert read[0] == {"prompt": [USER], "dimension": "truth", "margin": 2, "subject": "x", "ranked": [["yes"], ["no"]]}
+    assert read[1] == {**ranked, "ranked": [["a"], ["b", "c"], ["d"]]}
 
 
 @pytest.mark.parametrize("bad, reason", [
@@ -240,6 +239,9 @@ def test_preferences(tmp_path):
     ({"prompt": [USER], "chosen": "a", "rejected": "a"}, "no preference"),
     ({"prompt": [USER], "ranked": ["a"]}, "two or more"), ({"prompt": [USER], "ranked": ["a", 1]}, "members of ranked"),
     ({"prompt": [USER], "ranked": ["a", "b", "a"]}, "no preference"),
+    ({"prompt": [USER], "ranked": ["a", ["b", "a"]]}, "no preference"),
+    ({"prompt": [USER], "ranked": [["a", "b"]]}, "two or more"), ({"prompt": [USER], "ranked": ["a", []]}, "two or more"),
+    ({"prompt": [USER], "ranked": "ab"}, "two or more"), ({"prompt": [USER], "ranked": ["a", [["b"]]]}, "two or more"),
     ({"prompt": [USER], "ranked": ["a", "b"], "chosen": "a"}, "only be one"),
     ({"prompt": [USER], "chosen": "a", "rejected": "b", "margin": -1}, "margin"),
     ({"prompt": [USER], "answer": "a", "grades": {"truth": 3}}, "chosen and rejected"),

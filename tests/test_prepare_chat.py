@@ -169,6 +169,20 @@ def test_in_pairs_the_longer_one_is_the_better_one_half_of_the_time(sample):
     assert (difference > 0).mean() == 0.5 and abs(difference.mean()) < 0.1 * abs(difference).mean()
 
 
+def test_rankings_go_down_and_length_says_nothing():
+    rng, longer = random.Random(3), []
+    for _ in range(600):
+        *proper, spoiled = remark.sample_ranking(rng, 8, 2)
+        scores = [remark.score(text) for text in proper]
+        assert len(proper) == 6 and all(a > b for a, b in zip(scores, scores[1:])) and scores[-1] > remark.ILL_FORMED
+        assert len(spoiled) == 2 and all(remark.score(text) == remark.ILL_FORMED for text in spoiled)
+        assert not any(remark.is_held_out(remark.parse(text)) for text in proper)
+        pairs = [(a, b) for i, a in enumerate(proper) for b in [*proper[i + 1:], *spoiled]]
+        longer += [len(a) > len(b) for a, b in pairs if len(a) != len(b)]
+    assert abs(np.mean(longer) - 0.5) < 0.02
+    assert len(remark.sample_ranking(rng, 3, 0)) == 3
+
+
 def test_control_pairs_have_equal_scores_and_very_different_lengths():
     pairs = remark.sample_control_pairs(random.Random(4), 450, 1.8)
     assert len(pairs) == 450
@@ -249,14 +263,15 @@ def test_held_out_signatures_are_new_and_held_out_remarks_use_new_combinations(m
         if row["kind"] in ("count", "optional", "default"):
             assert row["subject"][row["subject"].index("("):] not in taught
     sides = [(file, row[side]) for file in ("preferences_train", "preferences_val", "preferences_control")
-             for row in lines_of(made, file) for side in ("chosen", "rejected")]
+             for row in lines_of(made, file) for side in ("chosen", "rejected") if side in row]
+    sides += [("preferences_train", text) for row in lines_of(made, "preferences_train") for member in row["ranked"]
+              for text in (member if isinstance(member, list) else [member])]
     parsed = [(file, terms) for file, text in sides if (terms := remark.parse(text)) is not None]
     assert all(remark.is_held_out(terms) == (file != "preferences_train") for file, terms in parsed)
-    for file in ("preferences_train", "preferences_val"):
-        rows = lines_of(made, file)
-        assert all(row["scores"]["chosen"] - row["scores"]["rejected"] >= 0.5 for row in rows)
-        assert all(remark.parse(row["chosen"]) for row in rows)
-        assert 0.15 < sum(remark.parse(row["rejected"]) is None for row in rows) / len(rows) < 0.35
+    rows = lines_of(made, "preferences_val")
+    assert all(row["scores"]["chosen"] - row["scores"]["rejected"] >= 0.5 for row in rows)
+    assert all(remark.parse(row["chosen"]) for row in rows)
+    assert 0.15 < sum(remark.parse(row["rejected"]) is None for row in rows) / len(rows) < 0.35
 
 
 def test_spoiled_remarks_are_outside_the_grammar_and_of_every_kind():

@@ -41,107 +41,157 @@ def scalar(words, seed=3):
 
 def config_of(world, out, *more):
     return toy.config_of(reward, f"--data_dir={world}/data", f"--out_dir={out}", f"--init_from={world}/out/sft",
-                         "--pairs_per_step=8", "--micro_batch_size=3", "--sft_samples=8", "--max_new_tokens=12", *more)
+                         "--batch_size=8", "--micro_batch_size=3", "--sft_samples=8", "--max_new_tokens=12", *more)
 
 
-def dialogues(world, words, name="train"):
-    pairs, _ = reward.read_pairs(world / "data" / "chat" / f"preferences_{name}.jsonl", words, 128)
-    return pairs
+def rankings_of(world, words, name="train"):
+    rankings, _ = reward.read_rankings(world / "data" / "chat" / f"preferences_{name}.jsonl", words, 128)
+    return rankings
+
+
+def final(model, dialogues, pad_id):
+    return reward.scores_along(model, dialogues, [1] * len(dialogues), pad_id, "cpu")[:, -1]
 
 
 # ------------------------------------------------------------------------------------------------------------- scores
 
 def test_a_score_depends_on_its_own_dialogue_only(world, words):
     """Alone, in a batch with longer ones, padded left or right: the same number. And it is read at the last token."""
-    model, pairs = scalar(words), dialogues(world, words)
-    rows = [pair["chosen"] for pair in pairs[:6]]
+    model, rankings = scalar(words), rankings_of(world, words)
+    rows = [ranking["dialogues"][0] for ranking in rankings[:6]]
     assert len({len(row) for row in rows}) > 1
-    together = reward.score(model, rows, words.pad_id, "cpu")
-    alone = torch.cat([reward.score(model, [row], words.pad_id, "cpu") for row in rows])
+    together = final(model, rows, words.pad_id)
+    alone = torch.cat([final(model, [row], words.pad_id) for row in rows])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
     width = max(map(len, rows)) + 5
     ids = torch.tensor([[words.pad_id] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
     torch.testing.assert_close(rl.at_last(model(ids, mask=mask), mask), alone, rtol=0, atol=1e-5)
-    other_padding = reward.score(model, rows, words.bos_id, "cpu")
-    assert torch.equal(other_padding, together)
+    assert torch.equal(final(model, rows, words.bos_id), together)         # whatever the padding is
     full = torch.stack([model(torch.tensor([row]))[0, -1] for row in rows])
     torch.testing.assert_close(together, full, rtol=0, atol=1e-5)
     assert all(row[-1] == words.special("<|end|>") for row in rows)
 
 
-def test_both_sides_in_one_forward_pass(world, words):
-    model, pairs = scalar(words), dialogues(world, words)[:4]
-    calls = []
+def test_scores_along_the_answer_are_those_of_its_own_tokens(world, words):
+    model, rankings = scalar(words), rankings_of(world, words)[:3]
+    along = reward.score_rankings(model, rankings, words.pad_id, "cpu")
+    rows = [(d, r["prompt"]) for r in rankings for d in r["dialogues"]]
+    assert along.shape == (len(rows), max(len(d) - prompt for d, prompt in rows))
+    for found, (dialogue, prompt) in zip(along, rows):
+        own = model(torch.tensor([dialogue]))[0, prompt:]
+        expected = torch.cat([own, own[-1:].expand(along.size(1) - len(own))])
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_all_dialogues_in_one_forward_pass(world, words):
+    model, calls = scalar(words), []
     model.register_forward_hook(lambda *args: calls.append(1))
-    chosen, rejected = reward.score_pairs(model, pairs, words.pad_id, "cpu")
+    reward.score_rankings(model, rankings_of(world, words)[:4], words.pad_id, "cpu")
     assert len(calls) == 1
-    swapped = [{**pair, "chosen": pair["rejected"], "rejected": pair["chosen"]} for pair in pairs]
-    torch.testing.assert_close(torch.stack(reward.score_pairs(model, swapped, words.pad_id, "cpu")),
-                               torch.stack([rejected, chosen]), rtol=0, atol=1e-5)
 
 
 def test_scoring_all_keeps_the_order(world, words):
-    model, pairs = scalar(words), dialogues(world, words)
-    chosen, rejected = reward.score_all(model, pairs, words.pad_id, ALONE, size=7)
-    for i in (0, 13, 39):
-        one = torch.cat(reward.score_pairs(model, [pairs[i]], words.pad_id, "cpu"))
-        torch.testing.assert_close(torch.stack([chosen[i], rejected[i]]), one, rtol=0, atol=1e-5)
+    model, rankings = scalar(words), rankings_of(world, words) + rankings_of(world, words, "val")
+    scores = reward.score_all(model, rankings, words.pad_id, ALONE, size=7)
+    ends = [0]
+    for ranking in rankings:
+        ends.append(ends[-1] + len(ranking["dialogues"]))
+    for i in (0, 13, 39, 60):
+        one = final(model, rankings[i]["dialogues"], words.pad_id)
+        torch.testing.assert_close(scores[ends[i]:ends[i + 1]], one, rtol=0, atol=1e-5)
 
 
 def test_gradient_does_not_depend_on_the_micro_batches(world, words):
-    pairs = dialogues(world, words)[:8]
-    gradients = []
-    for size in (8, 3, 1):
-        model = scalar(words)
-        for micro in reward.micro_batches(pairs, ALONE, size):
-            (rl.ranking_loss(*reward.score_pairs(model, micro, words.pad_id, "cpu")).sum() / len(pairs)).backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert gradients[0].norm() > 1e-3
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=3e-6)
-    torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-4, atol=3e-6)
+    rankings = rankings_of(world, words)[:6] + rankings_of(world, words, "val")[:2]       # of four answers, and of two
+    for share in (0.0, 0.6):
+        gradients = []
+        for size in (8, 3, 1):
+            model = scalar(words)
+            for micro in reward.micro_batches(rankings, ALONE, size):
+                loss, _ = reward.losses(reward.score_rankings(model, micro, words.pad_id, "cpu"), micro, share)
+                (loss.sum() / len(rankings)).backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        assert gradients[0].norm() > 1e-3
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=3e-6)
+        torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-4, atol=3e-6)
 
 
-def test_ranks_share_the_pairs(world, words):
-    pairs = dialogues(world, words)[:8]
+def test_ranks_share_the_rankings(world, words):
+    rankings = rankings_of(world, words)[:8]
     shares = []
     for rank in range(2):
         setup = copy.copy(ALONE)
         setup.rank, setup.world = rank, 2
-        shares += [pair["chosen"] for micro in reward.micro_batches(pairs, setup, 3) for pair in micro]
-    assert sorted(shares) == sorted(pair["chosen"] for pair in pairs)
+        shares += [ranking["dialogues"] for micro in reward.micro_batches(rankings, setup, 3) for ranking in micro]
+    assert sorted(shares) == sorted(ranking["dialogues"] for ranking in rankings)
+
+
+# -------------------------------------------------------------------------------------------------------------- losses
+
+def ranking(*lengths, level=None, margin=0.0, prompt=2):
+    return {"dialogues": [[0] * (prompt + n) for n in lengths], "prompt": prompt, "margin": margin,
+            "level": level or list(range(len(lengths)))}
+
+
+def test_pairs_are_all_of_different_level():
+    better, worse, number = reward.pairs_of([ranking(1, 1, 1, level=[0, 1, 1]), ranking(1, 1)])
+    assert (better.tolist(), worse.tolist(), number.tolist()) == ([0, 0, 3], [1, 2, 4], [0, 0, 1])
+
+
+def test_loss_of_a_ranking_is_the_mean_over_its_pairs_and_of_a_pair_the_formula():
+    """By hand: at the end; and along the answers, where the shorter one keeps its last number."""
+    nan = math.nan
+    along = torch.tensor([[1.0, 2.0, 2.0, nan], [0.5, 0.0, 1.0, nan], [3.0, 3.0, 3.0, nan],       # lengths 2, 3, 1
+                          [0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]])                            # lengths 4, 4
+    along[:3, 3] = torch.tensor([2.0, 1.0, 3.0])             # repeated behind the longest of the three: must not count
+    both = [ranking(2, 3, 1), ranking(4, 4, margin=0.5)]
+    cost = lambda *differences: sum(math.log1p(math.exp(-d)) for d in differences) / len(differences)
+    loss, right = reward.losses(along, both, 0.0)
+    assert loss.tolist() == pytest.approx([cost(2 - 1, 2 - 3, 1 - 3), cost(1 - 0.5)])
+    assert right.tolist() == pytest.approx([1 / 3, 1])
+    loss, _ = reward.losses(along, both, 1.0)
+    first = (cost(0.5, 2, 1) + cost(-2, -1) + cost(-2.5, -3, -2)) / 3
+    assert loss.tolist() == pytest.approx([first, cost(-0.5, -0.5, -0.5, 0.5)])
+    mixed, _ = reward.losses(along, both, 0.25)
+    assert mixed[0].item() == pytest.approx(0.75 * cost(1, -1, -2) + 0.25 * first)
+
+
+def test_equally_good_answers_are_not_compared():
+    along = torch.tensor([[2.0], [0.0], [7.0]])
+    one, _ = reward.losses(along, [ranking(1, 1, 1, level=[0, 1, 1])], 0.0)
+    assert one.item() == pytest.approx((math.log1p(math.exp(-2)) + math.log1p(math.exp(5))) / 2)
 
 
 # ------------------------------------------------------------------------------------------------------------ reports
 
 def test_report_by_margin_with_ties():
-    pairs = [{"gap": gap} for gap in (0.5, 0.9, 1.2, 3.0, math.nan)]
-    found = reward.report(pairs, torch.tensor([1.0, 0.0, 2.0, 1.0, 0.0]), torch.tensor([0.0, 0.0, 3.0, 0.0, 0.0]))
-    assert found["accuracy"] == pytest.approx((1 + 0.5 + 0 + 1 + 0.5) / 5)
+    rankings = [{**ranking(1, 1), "gap": gap} for gap in (0.5, 0.9, 1.2, 3.0, math.nan)]
+    found = reward.report(rankings, torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0, 3.0, 1.0, 0.0, 0.0, 0.0]))
+    assert found["accuracy"] == pytest.approx((1 + 0.5 + 0 + 1 + 0.5) / 5) and found["pairs"] == 5
     buckets = [(bucket["from"], bucket["pairs"], bucket["accuracy"]) for bucket in found["by_margin"]]
     assert buckets == [(0.0, 2, 0.75), (1.0, 1, 0.0), (2.0, 1, 1.0)]
 
 
 def test_report_on_control_pairs_counts_tokens_of_the_answer():
-    def pair(chosen, rejected):
-        return {"chosen": [0] * (10 + chosen), "rejected": [0] * (10 + rejected), "prompt": 10}
-    pairs = [pair(6, 3), pair(3, 6), pair(8, 4), pair(9, 4), pair(5, 4)]   # the last one is not far enough apart
-    found = reward.report_control(pairs, torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]), torch.zeros(5), 1.5)
+    pairs = [ranking(6, 3), ranking(3, 6), ranking(8, 4), ranking(9, 4), ranking(5, 4)]     # the last: not far enough
+    pairs = [{**pair, "dialogues": [[0] * 8 + d for d in pair["dialogues"]], "prompt": 10} for pair in pairs]
+    found = reward.report_control(pairs, torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]), 1.5)
     assert (found["pairs"], found["left_out"], found["smallest_length_ratio"]) == (4, 1, 2.0)
     assert found["accuracy"] == pytest.approx((1 + 1 + 0.5 + 1) / 4)
     assert found["prefers_longer"] == pytest.approx((1 + 0 + 0.5 + 1) / 4)
-    assert reward.report_control([pair(5, 4)], torch.ones(1), torch.zeros(1), 1.5) == {"pairs": 0, "left_out": 1}
+    assert reward.report_control([ranking(5, 4)], torch.tensor([1.0, 0.0]), 1.5) == {"pairs": 0, "left_out": 1}
 
 
-def test_ranked_lines_and_margins(tmp_path, words):
+def test_both_forms_of_lines_and_margins(tmp_path, words):
     prompt = [{"role": "user", "content": "What?"}]
-    toy.write_lines(tmp_path / "p.jsonl", [{"prompt": prompt, "ranked": ["a", "bb", "ccc"]},
+    toy.write_lines(tmp_path / "p.jsonl", [{"prompt": prompt, "ranked": ["a", ["bb", "ccc"]]},
                                            {"prompt": prompt, "chosen": "a", "rejected": "b", "margin": 0.5},
                                            {"prompt": prompt, "chosen": "x" * 300, "rejected": "b"}])
-    pairs, too_long = reward.read_pairs(tmp_path / "p.jsonl", words, 100)
-    answers = [tuple(words.decode(pair[side][pair["prompt"]:]) for side in ("chosen", "rejected")) for pair in pairs]
-    assert answers == [("a", "bb"), ("a", "ccc"), ("bb", "ccc"), ("a", "b")]
-    assert [pair["margin"] for pair in pairs] == [0.0, 0.0, 0.0, 0.5] and too_long == 1
+    rankings, too_long = reward.read_rankings(tmp_path / "p.jsonl", words, 100)
+    answers = [[words.decode(d[ranking["prompt"]:]) for d in ranking["dialogues"]] for ranking in rankings]
+    assert answers == [["a", "bb", "ccc"], ["a", "b"]] and [r["level"] for r in rankings] == [[0, 1, 1], [0, 1]]
+    assert [ranking["margin"] for ranking in rankings] == [0.0, 0.5] and too_long == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ the run
@@ -164,7 +214,7 @@ def test_scores_of_the_starting_models_answers_are_standard(world, words, tmp_pa
     model, _ = hf.load_model(tmp_path / "reward", kind="scalar")
     (prompts, answers), = drawn
     with torch.no_grad():
-        scores = reward.score(model, [p + a for p, a in zip(prompts, answers)], words.pad_id, "cpu")
+        scores = final(model, [p + a for p, a in zip(prompts, answers)], words.pad_id)
     assert abs(scores.mean()) < 1e-4 and abs(scores.std() - 1) < 1e-4
 
 
@@ -198,7 +248,8 @@ def test_interrupted_and_continued_is_the_same(world, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("options, said", [
-    (["--pairs_per_step=64"], "40 usable pairs"),
+    (["--batch_size=64"], "40 usable pairs"),
+    (["--along_until=1.5"], "share of the run"),
     (["--log_every=0", "--micro_batch_size=0"], "micro_batch_size must be at least 1"),
     (["--sft_samples=1"], "no deviation"),
     (["--init_from=/nowhere"], "/nowhere"),
@@ -223,7 +274,7 @@ def test_changed_settings_are_refused_on_resume(world, tmp_path, capsys):
 def test_two_processes_learn_what_one_does(world, tmp_path):
     """The same pairs in each global step, so the same weights but for rounding."""
     arguments = ["--device=cpu", "--dtype=fp32", "--threads=1", f"--data_dir={world}/data",
-                 f"--init_from={world}/out/sft", "--pairs_per_step=8", "--micro_batch_size=3", "--sft_samples=8", "--max_new_tokens=12"]
+                 f"--init_from={world}/out/sft", "--batch_size=8", "--micro_batch_size=3", "--sft_samples=8", "--max_new_tokens=12"]
     reward.main(config_of(world, tmp_path / "one", "--learning_rate=1e-3"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run([*torchrun, str(ROOT / "reward.py"), *arguments, f"--out_dir={tmp_path}/two",

@@ -596,12 +596,12 @@ def test_killed_and_started_again_is_the_same(world, tmp_path):
 def test_it_learns_and_by_the_right_means(words, tmp_path):
     """A rising reward proves little, so: gold, divergence, stops and length together; and without the divergence in the
     reward the policy must drift further. The whole chain on the toy task, from untrained weights."""
-    toy.write_data(tmp_path / "data", prompts=200, pairs=3000, control=100)
+    toy.write_data(tmp_path / "data", prompts=200, pairs=1500, control=100)
     policy = toy.model(words)
     toy.instruct(policy, words, steps=250)
     toy.save(tmp_path / "sft", policy, words)
     reward.main(toy.config_of(reward, f"--data_dir={tmp_path}/data", f"--init_from={tmp_path}/sft",
-                              f"--out_dir={tmp_path}", "--pairs_per_step=32", "--learning_rate=2e-3"))
+                              f"--out_dir={tmp_path}", "--batch_size=16", "--learning_rate=2e-3"))
     found = {}
     for kl_coef in ("0.05", "0.0"):
         out = tmp_path / f"kl{kl_coef}"

@@ -18,6 +18,7 @@ from engine import chat, hf
 from engine.generate import generate
 from engine.monitor import read_log
 from engine.parallel import Setup
+from engine.shards import steps_by_length
 from small import ALONE, ROOT, byte_tokenizer, small_llama
 
 END = "<|end|>"
@@ -154,7 +155,7 @@ def test_a_rank_without_conversations_takes_part_and_adds_nothing():
 def test_a_plan_has_each_conversation_once(n, batch_size, window):
     lengths = np.array([5 + i * 7 % 90 for i in range(n)])
     for epoch in (0, 1):
-        steps = sft.plan(lengths, batch_size, window, 1, epoch)
+        steps = steps_by_length(lengths, batch_size, window, 1, epoch)
         assert sorted(np.concatenate(steps)) == list(range(n))
         assert len(steps) == math.ceil(n / batch_size) and max(map(len, steps)) <= batch_size
 
@@ -162,16 +163,16 @@ def test_a_plan_has_each_conversation_once(n, batch_size, window):
 def test_a_plan_is_a_pure_function_and_each_epoch_has_another():
     lengths = np.array([random.Random(i).randint(5, 200) for i in range(300)])
     same = lambda a, b: len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b))
-    first = sft.plan(lengths, 16, 8, 1, 0)
-    assert same(first, sft.plan(lengths, 16, 8, 1, 0))
-    assert not same(first, sft.plan(lengths, 16, 8, 1, 1)) and not same(first, sft.plan(lengths, 16, 8, 2, 0))
+    first = steps_by_length(lengths, 16, 8, 1, 0)
+    assert same(first, steps_by_length(lengths, 16, 8, 1, 0))
+    assert not same(first, steps_by_length(lengths, 16, 8, 1, 1)) and not same(first, steps_by_length(lengths, 16, 8, 2, 0))
 
 
 def test_buckets_waste_less_than_no_buckets():
     lengths = np.array([random.Random(i).choice((10, 20, 40, 200)) for i in range(400)])
     padded = lambda steps: sum(len(step) * lengths[step].max() for step in steps)
-    assert padded(sft.plan(lengths, 16, 25, 1, 0)) < 1.2 * lengths.sum()
-    assert padded(sft.plan(lengths, 16, 1, 1, 0)) > 2 * lengths.sum()
+    assert padded(steps_by_length(lengths, 16, 25, 1, 0)) < 1.2 * lengths.sum()
+    assert padded(steps_by_length(lengths, 16, 1, 1, 0)) > 2 * lengths.sum()
 
 
 # --- conversations that do not fit ------------------------------------------------------------------------------------
