@@ -10,9 +10,8 @@ Writes out_dir/evaluate.json and prints it as tables:
   text        loss and bits per byte on the held-out pages. Beside it, also where it looks bad: xz on the same bytes, xz
               that has seen the training text, bits per byte on lines that stand nowhere in the training text, and how
               much of the held-out text does (13-grams). Documentation repeats itself; a number alone would flatter.
-  questions   for each kind: exact answers, answers in the right format, answers that end by themselves; greedy
-  decoding.
-              Beside it the best of three baselines that understand nothing (prepare_chat.py). A kind counts as
+  questions   for each kind: exact answers, answers in the right format, answers that end by themselves (decoded
+              greedily). Beside it the best of three baselines that understand nothing (prepare_chat.py). A kind counts as
               generalised when it is 30 points or more above its best baseline.
   remarks     sampled at temperature 1: mean programmatic score, its spread, length
   repetition  greedy continuations of held-out pages: share of different bigrams, share of texts that end in a loop
@@ -20,7 +19,6 @@ Writes out_dir/evaluate.json and prints it as tables:
               prompt cut in the middle: that makes a token boundary which training never showed.
   leakage     how many of the evaluation's questions, answers and probes stand in the training shards, by 13-grams
 """
-import json
 import lzma
 import math
 import time
@@ -246,30 +244,10 @@ def repetition(model, tokenizer, val, config):
 
 # --- Probes -----------------------------------------------------------------------------------------------------------
 
-def read_probes(path):
-    """[{"prompt", "expected"}] of a JSONL file; refuses all bad lines at once."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        refuse(f"{path} cannot be read: {reason}; give another file with --probes=FILE")
-    found, problems = [], []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            good = all(isinstance(entry[key], str) and entry[key] for key in ("prompt", "expected"))
-        except (ValueError, KeyError, TypeError):
-            good = False
-        if good:
-            found.append(entry)
-        else:
-            problems.append(f'{path}, line {number}: expected {{"prompt": text, "expected": text}}, '
-                            f"found {printable(line[:80])}")
-    if problems or not found:
-        refuse(*(problems or [f"{path} holds no probes"]))
-    return found
+def wrong_probe(entry):
+    """What is wrong with a line of the probes' file, for chat.read_lines."""
+    good = all(isinstance(entry.get(key), str) and entry[key] for key in ("prompt", "expected"))
+    return [] if good else [f'expected {{"prompt": text, "expected": text}}, found {printable(str(entry)[:80])}']
 
 
 def cut_inside(probe):
@@ -398,7 +376,8 @@ def main(config):
     setup = parallel.start(config.device, config.dtype, None, config.threads, config.seed)
     if setup.world > 1:
         refuse("evaluate.py runs in one process: start it with python, not with torchrun")
-    folders, probes, chat_folder = open_models(config), read_probes(config.probes), Path(config.data_dir) / "chat"
+    folders, chat_folder = open_models(config), Path(config.data_dir) / "chat"
+    probes = chat.read_lines(config.probes, wrong_probe)
     has_chat = (chat_folder / "index.json").exists()
     questions, prompts, bars = [], [], {}
     if has_chat:

@@ -245,7 +245,7 @@ class Llama(nn.Module):
     def forward(self, ids, mask=None, cache=None, keep=None):
         """ids (B, T) -> logits (B, T, V) of the token after each. Arguments as in Trunk.forward.
 
-        keep (B, T) bool: only at these N positions -> (N, V). Where few tokens are targets, the head is most of the work."""
+        keep (B, T) bool: only at these N positions -> (N, V); what is no target needs no logits."""
         hidden = self.model(ids, mask, cache)
         return self.lm_head(hidden if keep is None else hidden[keep])
 

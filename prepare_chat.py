@@ -134,8 +134,8 @@ def training_questions(kind, count, definitions, names, words, held_out, signatu
     suitable = [name for name in names if kinds.suits_name(kind, name)]
     every = 6 if kind in kinds.BALANCED else 2
     for i in range(count):
-        # Likewise half and half: the names that the pages define, and names put together from the pages' words. Fewer of
-        # the former for kinds whose held-out answers are balanced, since most of those names are written alike.
+        # Likewise half and half: the names that the pages define, and names put together from the pages' words. Fewer
+        # of the former for kinds whose held-out answers are balanced, since most of those names are written alike.
         name = rng.choice(suitable) if suitable and i % every == 1 else kinds.made_name(kind, words, rng)
         while name.lower() in forbidden:
             name = kinds.made_name(kind, words, rng)
@@ -273,6 +273,13 @@ def print_table(train, val, bars):
 
 
 def main(config):
+    problems = []
+    if not 2 <= config.answers <= 16:
+        problems.append(f"answers must be from 2 to 16, found {config.answers}: few scores are different")
+    if not 0 <= config.spoiled_share <= 0.5:
+        problems.append(f"spoiled_share must be from 0 to 0.5, found {config.spoiled_share}")
+    if problems:
+        refuse(*problems)
     chat = Path(config.data_dir) / "chat"
     lock = lock_folder(chat)
 

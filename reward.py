@@ -16,10 +16,10 @@ others: K answers give K (K - 1) / 2 pairs, whose mean is the ranking's loss (Ou
 Reads   data_dir/chat/preferences_{train,val,control}.jsonl, one object a line:
             {"prompt": messages, "chosen": text, "rejected": text, "margin"?: number}     or
             {"prompt": messages, "ranked": [texts, best first; equally good ones as a list among them], "margin"?: ...}
-        val and control may be missing. Control pairs are equally good and very different in length: a model without a
-        taste for length prefers the longer one half the time.
+        val and control may be missing. Control pairs are equally good (which of them is called chosen does not matter)
+        and very different in length: a model without a taste for length prefers the longer one half the time.
 Writes  out_dir/reward/step_N/        the model: a Hugging Face trunk, the head in heads.safetensors beside it
-        out_dir/reward/log.jsonl      loss and accuracy of each step
+        out_dir/reward/log.jsonl      loss, its share along the answers (`along_until`) and accuracy, now and then
         out_dir/reward/result.json    accuracy on held-out pairs, by how far apart they are, and on control pairs
 
 An interrupted run is continued by the same command; a finished one says that it is done.
@@ -80,28 +80,31 @@ MARGINS = (0.0, 1.0, 1.5, 2.0, math.inf)     # edges of the buckets in which the
 def read_rankings(path, tokenizer, block_size):
     """The rankings of a preference file: a list of {"dialogues": lists of token ids, best first, "level": for each of
     them a number, smaller is better, "prompt": how many ids are the prompt, "margin", "gap"}, and the number of those
-    left out since a dialogue is longer than the model can read.
+    left out since, without the dialogues that are longer than the model can read, nothing is left to compare.
 
     A dialogue ends in <|end|>, and that is where it is scored: there the model has read all of the answer and knows
     that it is over."""
     rankings, too_long = [], 0
     for record in chat.read_preferences(path):
-        level = [i for i, texts in enumerate(record["ranked"]) for _ in texts]
-        answers = [{"role": "assistant", "content": text} for text in sum(record["ranked"], [])]
-        dialogues = [chat.render(tokenizer, [*record["prompt"], answer])[0] for answer in answers]
-        if max(map(len, dialogues)) > block_size:
+        read = [(i, chat.render(tokenizer, [*record["prompt"], {"role": "assistant", "content": text}])[0])
+                for i, texts in enumerate(record["ranked"]) for text in texts]
+        level = [i for i, dialogue in read if len(dialogue) <= block_size]
+        if len(set(level)) < 2:
             too_long += 1
             continue
         prompt = len(chat.render(tokenizer, record["prompt"], open_assistant=True)[0])
-        rankings.append({"dialogues": dialogues, "level": level, "prompt": prompt,
-                         "margin": record.get("margin", 0.0), "gap": gap_of(record)})
+        rankings.append({"dialogues": [dialogue for _, dialogue in read if len(dialogue) <= block_size], "level": level,
+                         "prompt": prompt, "margin": record.get("margin", 0.0), "gap": gap_of(record)})
     return rankings, too_long
 
 
 def gap_of(record):
-    """By how much a pair's chosen answer is better, where the file tells; for the report only. NaN where it does not."""
-    scores = record.get("scores")
-    return scores["chosen"] - scores["rejected"] if scores else record.get("margin", math.nan)
+    """By how much a pair's chosen answer is better, where the file tells; for the report only. NaN where it does
+    not."""
+    scores = record.get("scores")                      # the user's own key may be anything
+    if isinstance(scores, dict) and all(type(scores.get(side)) in (int, float) for side in ("chosen", "rejected")):
+        return scores["chosen"] - scores["rejected"]
+    return record.get("margin", math.nan)
 
 
 def longest(ranking):
@@ -111,12 +114,12 @@ def longest(ranking):
 def pairs_of(rankings, device="cpu"):
     """All pairs of a better and a worse answer to one prompt: (better, worse, ranking), three int64 tensors (P,). The
     first two count the dialogues of all rankings one after the other."""
-    pairs, start = [], 0
+    pairs, offset = [], 0
     for number, ranking in enumerate(rankings):
         level = ranking["level"]
         both = combinations(range(len(level)), 2)
-        pairs += [(start + i, start + j, number) for i, j in both if level[i] < level[j]]
-        start += len(level)
+        pairs += [(offset + i, offset + j, number) for i, j in both if level[i] < level[j]]
+        offset += len(level)
     return torch.tensor(pairs, device=device).unbind(1)
 
 
@@ -130,15 +133,16 @@ def micro_batches(rankings, setup, size):
 # --- Scores ----------------------------------------------------------------------------------------------------------
 
 def scores_along(model, dialogues, prompts, pad_id, device):
-    """What the head says at each token of the answers: dialogues, N lists of token ids of which the first prompts[n] are
-    the prompt -> (N, R), R tokens of the longest answer. Behind the end of an answer its last number is repeated; so
-    [:, -1] is the answers' scores.
+    """What the head says at each token of the answers: dialogues, N lists of token ids, the first prompts[n] of which
+    are the prompt -> (N, R), R tokens of the longest answer. Behind the end of an answer its last number is repeated;
+    so [:, -1] is the answers' scores.
 
     Padding is on the right, where no real token looks: the model needs no mask, and attention keeps its fast path."""
     width = -(-max(map(len, dialogues)) // 8) * 8      # few different widths, so that memory is reused
     ids = torch.tensor([d + [pad_id] * (width - len(d)) for d in dialogues], device=device)            # (N, T)
     first, last = torch.tensor(prompts, device=device), torch.tensor([len(d) - 1 for d in dialogues], device=device)
-    at = first[:, None] + torch.arange(int((last - first).max()) + 1, device=device)                   # (N, R)
+    reach = max(len(d) - prompt for d, prompt in zip(dialogues, prompts))
+    at = first[:, None] + torch.arange(reach, device=device)                                           # (N, R)
     return model(ids).gather(1, torch.minimum(at, last[:, None]))
 
 
@@ -168,10 +172,11 @@ def score_all(model, rankings, pad_id, setup, size):
 def losses(along, rankings, share, centring=0.0):
     """The loss of each ranking (B,), the mean over its pairs, and the share of its pairs that are ranked right (B,).
 
-    `share` of the loss is taken all along the answers, at every token up to the longer one's end, as in DeepSpeed-Chat
-    (Yao et al. 2023, 2308.01320): each number says what the answer is worth as far as it has been read, so a word that
-    decides is found where it stands. The final score alone learns that slowly. But as long as it counts, having gone on
-    without a fault is worth something, and with it length: so `share` is to be 0 at the end of the run."""
+    `share` of the loss is taken all along the answers, at every token up to the longer one's end, much as in
+    DeepSpeed-Chat (Yao et al. 2023, 2308.01320; there from the first token that differs): each number says what the
+    answer is worth as far as it has been read, so a word that decides is found where it stands. The final score alone
+    learns that slowly. But as long as it counts, having gone on without a fault is worth something, and with it length:
+    so `share` is to be 0 at the end of the run."""
     better, worse, ranking = pairs_of(rankings, along.device)
     margin = torch.tensor([r["margin"] for r in rankings], device=along.device)[ranking]
     chosen, rejected = along[better, -1], along[worse, -1]
@@ -273,17 +278,30 @@ def main(config):
     tokenizer, context = Tokenizer.load(source), read_config(source).block_size
     train, too_long = read_rankings(train_file, tokenizer, context)
     train = train[:config.max_rankings or None]
+    held_out = {}
+    for name in ("val", "control"):
+        if (file := data / f"preferences_{name}.jsonl").exists():
+            held_out[name], left_out = read_rankings(file, tokenizer, context)
+            if not held_out[name]:
+                refuse_once(setup, f"{file}: all {left_out} lines are longer than the model's {context} tokens")
+            elif left_out:
+                setup.say(f"note: {file}: {left_out} lines are longer than the model's {context} tokens: left out")
     problems = config.below_one("batch_size", "window", "micro_batch_size", "epochs", "max_new_tokens", "log_every")
     if config.sft_samples < 2:
         problems.append(f"sft_samples must be at least 2, found {config.sft_samples}: one score has no deviation")
     problems += learning_rate_problems(config)
-    if len(train) < config.batch_size:
+    if config.max_rankings < 0:
+        problems.append(f"max_rankings must be 0 (all) or more, found {config.max_rankings}")
+    elif len(train) < config.batch_size:
         problems.append(f"{train_file} has {len(train)} usable pairs or rankings ({too_long} are longer than the "
-                        f"model's {context} tokens), fewer than batch_size = {config.batch_size}")
+                        f"model's {context} tokens; max_rankings = {config.max_rankings}), fewer than batch_size = "
+                        f"{config.batch_size}")
     if config.batch_size % setup.world:
         problems.append(f"batch_size = {config.batch_size} can not be shared by {setup.world} processes")
     if not 0 <= config.along_until <= 1:
         problems.append(f"along_until is a share of the run, from 0 to 1; found {config.along_until}")
+    if config.control_ratio <= 1:
+        problems.append(f"control_ratio must be above 1, found {config.control_ratio}")
     if problems:
         refuse_once(setup, *problems)
     run, lock = open_run(config, "reward", setup, model=source, preferences=train_file)
@@ -298,9 +316,11 @@ def main(config):
 
     # 3. What it will cost.
     per_epoch = len(train) // config.batch_size
+    rest = len(train) % config.batch_size
     train = train[:per_epoch * config.batch_size]                          # a short step would weigh its answers more
     steps, lengths = config.epochs * per_epoch, np.array([longest(ranking) for ranking in train])
-    setup.say(f"reward: {len(train):,} rankings ({too_long} too long), {len(pairs_of(train)[0]):,} pairs; "
+    pairs = sum(len(pairs_of([ranking])[0]) for ranking in train)
+    setup.say(f"reward: {len(train):,} rankings ({too_long} too long, {rest} more fill no step), {pairs:,} pairs; "
               f"{steps} steps of {config.batch_size} rankings; "
               f"{sum(p.numel() for p in model.parameters()):,} parameters on {setup.device}, {setup.dtype}")
 
@@ -333,14 +353,15 @@ def main(config):
         loss, accuracy = (all_sum(sums, setup) / config.batch_size).tolist()
         if not math.isfinite(loss + norm):
             refuse_once(setup, f"step {step}: loss {loss}, gradient norm {norm}: nothing that could be learned from. "
-                        f"The last checkpoint in {run} is as it was; lower --learning_rate, or use --dtype=fp32")
+                        f"The last checkpoint in {run} is as it was; lower --learning_rate, or use --dtype=fp32, in "
+                        "another --out_dir")
         for optimizer in optimizers:
             set_lr(optimizer, lr)
             optimizer.step()
         monitor.advance()
         if (step + 1) % config.log_every == 0 or step + 1 == steps:
             line = f"loss {loss:.4f}  ranked right {accuracy:.1%}"
-            monitor.log(step + 1, line, loss=loss, accuracy=accuracy, lr=lr, grad_norm=norm)
+            monitor.log(step + 1, line, loss=loss, along=share, accuracy=accuracy, lr=lr, grad_norm=norm)
         if config.save_full and (step + 1) % config.save_full == 0 and step + 1 < steps:
             facts = {"seconds": before + time.perf_counter() - started}
             checkpoint.save_full(run, step + 1, {"model": model}, {"model": optimizers}, facts, setup)
@@ -349,14 +370,11 @@ def main(config):
     monitor.close()
 
     # 5. What it knows: on pairs that it has not seen, and on pairs that differ in nothing but length.
-    result = {"train_rankings": len(train), "train_pairs": len(pairs_of(train)[0]), "steps": steps}
-    for name in ("val", "control"):
-        file = data / f"preferences_{name}.jsonl"
-        if file.exists():
-            rankings, _ = read_rankings(file, tokenizer, model.config.block_size)
-            scores = score_all(model, rankings, tokenizer.pad_id, setup, config.micro_batch_size)
-            result[name] = (report(rankings, scores) if name == "val"
-                            else report_control(rankings, scores, config.control_ratio))
+    result = {"train_rankings": len(train), "train_pairs": pairs, "steps": steps}
+    for name, rankings in held_out.items():
+        scores = score_all(model, rankings, tokenizer.pad_id, setup, config.micro_batch_size)
+        result[name] = (report(rankings, scores) if name == "val"
+                        else report_control(rankings, scores, config.control_ratio))
 
     # 6. The scale of its scores; then the model, and last of all the sign that the stage is done.
     picked = [train[i] for i in step_blocks(0, config.sft_samples, len(train), config.seed + 1)]

@@ -130,7 +130,7 @@ def tell_losses(path, examples, counts, length, setup):
                   f"left out as too long, {counts['without_target']} left out since nothing in them is trained")
 
 
-# --- Batches -----------------------------------------------------------------------------------------------------------
+# --- Batches ----------------------------------------------------------------------------------------------------------
 
 def collate(examples, numbers, pad_id):
     """Conversations as (inputs, targets, weights), each (B, T), T the longest one's length - 1, up to a multiple of 8:
@@ -195,7 +195,8 @@ def evaluate(model, examples, config, pad_id, setup):
     for start in range(setup.rank * config.micro_batch_size, len(order), setup.world * config.micro_batch_size):
         x, y, w = (t.to(setup.device) for t in collate(examples, order[start:start + config.micro_batch_size], pad_id))
         with setup.autocast():
-            losses = token_losses(parallel.bare(model)(x, keep=w > 0), y[w > 0]) * w[w > 0]
+            keep = w > 0
+            losses = token_losses(parallel.bare(model)(x, keep=keep), y[keep]) * w[keep]
         total += torch.stack([losses.sum().double(), w.sum().double()])
     model.train()
     loss, weight = parallel.all_sum(total, setup).tolist()

@@ -150,11 +150,11 @@ def sample_spoiled_pair(rng, min_margin, chosen_is_longer, held_out=False):
 
 
 def sample_ranking(rng, answers, spoiled):
-    """`answers` remarks, best first, no two proper ones of equal score; the last `spoiled` of them are spoiled ones, as a
-    list, since they are equally bad. In a ranking each remark is compared with all others, so slightly and extremely
+    """`answers` remarks, best first, no two proper ones of equal score; the last `spoiled` of them are spoiled ones, as
+    a list, since they are equally bad. In a ranking each remark is compared with all others, so slightly and extremely
     are told apart, which the sign of one difference seldom does.
 
-    Of the spoiled ones every second is longer than the proper ones are on average, and the others are shorter."""
+    Each spoiled one is longer or shorter than the proper ones are on average, by a coin."""
     proper = {}
     while len(proper) < answers - spoiled:
         remark = sample(rng)

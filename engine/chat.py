@@ -136,7 +136,7 @@ def _wrong_preference(entry):
         wrong.append("chosen and rejected, or the two or more members of ranked, must be texts that are not empty "
                      f"(or lists of such that are equally good), found {_short(ranked)}")
     elif len(set(texts)) < len(texts):
-        wrong.append("the same text stands on both sides, which is no preference")
+        wrong.append("the same text stands there twice, which is no preference")
     return wrong
 
 

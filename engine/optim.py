@@ -40,10 +40,13 @@ def optimizers_of(model, learning_rate, matrix_learning_rate, weight_decay, beta
 
 
 def learning_rate_problems(config):
-    """What forbids the two learning rates of optimizers_of to work together, a sentence each."""
+    """What is wrong with the settings of the optimiser that several scripts share, a sentence each."""
+    names = ("learning_rate", "matrix_learning_rate", "weight_decay", "grad_clip")
+    problems = [f"{name} must not be negative, found {getattr(config, name)}" for name in names
+                if getattr(config, name) < 0]
     if config.matrix_learning_rate and config.learning_rate <= 0:
-        return ["matrix_learning_rate needs a learning_rate above 0, whose share it is"]
-    return []
+        problems.append("matrix_learning_rate needs a learning_rate above 0, whose share it is")
+    return problems
 
 
 def warmup_length(max_steps, asked=None):

@@ -122,8 +122,8 @@ def value_loss(values, old_values, returns, clip):
 
 
 def ranking_loss(chosen, rejected, margin=None, centring=0.0):
-    """-log sigmoid(chosen - rejected - margin) of each pair, (B,): Bradley & Terry 1952. Scores (B,); margin (B,) or
-    None.
+    """-log sigmoid(chosen - rejected - margin) of each pair: Bradley & Terry 1952. Scores of one shape, margin one that
+    fits it or None.
 
     Only differences matter to it, so scores may drift off together; centring > 0 adds centring * (chosen +
     rejected)^2."""

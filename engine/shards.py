@@ -257,15 +257,15 @@ def step_blocks(step, blocks_per_step, n_blocks, seed):
 
 
 def steps_by_length(lengths, batch_size, window, seed, epoch):
-    """The steps of one epoch over rows of these lengths, a list of arrays of row numbers: each row once; one step may be
-    short.
+    """The steps of one epoch over rows of these lengths, a list of arrays of row numbers: each row once; one step may
+    be short.
 
     All are permuted, then within each `window` steps sorted by length, so that the rows of a step are of similar length
     and little of it is padding; then the order of the steps is permuted, so that lengths do not rise and fall."""
     def shuffled(n, what):
         return permuted(np.arange(n), n, zlib.crc32(f"{seed} {epoch} {what}".encode()))
 
-    order, steps = shuffled(len(lengths), "conversations"), []
+    order, steps = shuffled(len(lengths), "conversations"), []            # the word is part of the seed
     for start in range(0, len(order), batch_size * window):
         bucket = order[start:start + batch_size * window]
         bucket = bucket[np.argsort(lengths[bucket], kind="stable")]

@@ -11,7 +11,7 @@ import torch
 import evaluate
 from chatdata import remark
 from configurator import configure
-from engine import hf
+from engine import chat, hf
 from engine.loss import token_losses
 from engine.shards import ShardWriter, write_index
 from small import ALONE, byte_tokenizer, small_llama
@@ -149,7 +149,7 @@ def test_a_probe_is_cut_inside_its_last_word(prompt, expected, cut):
 
 
 def test_the_committed_probes_are_sound(root):
-    probes = evaluate.read_probes(root / "config" / "probes.jsonl")
+    probes = chat.read_lines(root / "config" / "probes.jsonl", evaluate.wrong_probe)
     assert {"prompt": "The capital of France is", "expected": " Paris"} in probes and len(probes) >= 10
     assert all(evaluate.cut_inside(probe) for probe in probes)
 
@@ -158,7 +158,7 @@ def test_bad_probes_are_all_named(tmp_path, capsys):
     path = tmp_path / "probes.jsonl"
     path.write_text('{"prompt": "a", "expected": "b"}\n{"prompt": "a"}\n\nnot json\n{"prompt": 1, "expected": "b"}\n')
     with pytest.raises(SystemExit) as stop:
-        evaluate.read_probes(path)
+        chat.read_lines(path, evaluate.wrong_probe)
     said = capsys.readouterr().err
     assert stop.value.code == 2 and all(f"line {n}:" in said for n in (2, 4, 5)) and "line 1:" not in said
 

@@ -49,6 +49,15 @@ def test_logits_equal_transformers(n_kv_head, attention):
         assert (model(ids, mask=mask) - expected)[mask].abs().max() < 1e-4
 
 
+def test_logits_of_some_positions_are_those_of_all():
+    model = Llama(ModelConfig(**SMALL, n_kv_head=2)).init_weights(3).eval()
+    ids, keep = torch.randint(211, (3, 20)), torch.rand(3, 20) < 0.3
+    torch.testing.assert_close(model(ids, keep=keep), model(ids)[keep], rtol=0, atol=1e-5)
+    none = model(ids, keep=torch.zeros_like(keep))
+    none.sum().backward()                                 # a rank without a target takes part all the same
+    assert none.shape == (0, 211) and all((p.grad == 0).all() for p in model.parameters())
+
+
 def test_padding_never_reaches_a_real_token():
     model = Llama(ModelConfig(**SMALL, n_kv_head=2)).init_weights(0).eval()
     ids = torch.randint(0, 211, (1, 50))

@@ -341,6 +341,13 @@ def test_a_rule_kind_has_no_baseline_that_solves_it(made):
     assert all(0 <= bar[name] <= bar["best"] for bar in bars.values() for name in ("constant", "copy", "nearest"))
 
 
+def test_rankings_that_could_not_be_drawn_are_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path, "--answers=90", "--spoiled_share=0.9")
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "answers must be" in said and "spoiled_share must be" in said
+
+
 def test_documents_that_define_nothing_are_refused(tmp_path, capsys):
     write_documents(tmp_path, {"a": "Just some prose about nothing."}, {"b": "More prose."})
     with pytest.raises(SystemExit) as stop:

@@ -171,6 +171,8 @@ def test_report_by_margin_with_ties():
     assert found["accuracy"] == pytest.approx((1 + 0.5 + 0 + 1 + 0.5) / 5) and found["pairs"] == 5
     buckets = [(bucket["from"], bucket["pairs"], bucket["accuracy"]) for bucket in found["by_margin"]]
     assert buckets == [(0.0, 2, 0.75), (1.0, 1, 0.0), (2.0, 1, 1.0)]
+    found = reward.report([{**ranking(1, 1, 1), "gap": math.nan}], torch.tensor([1.0, 2.0, 0.0]))
+    assert (found["pairs"], found["by_margin"]) == (3, []) and found["accuracy"] == pytest.approx(2 / 3)
 
 
 def test_report_on_control_pairs_counts_tokens_of_the_answer():
@@ -185,7 +187,7 @@ def test_report_on_control_pairs_counts_tokens_of_the_answer():
 
 def test_both_forms_of_lines_and_margins(tmp_path, words):
     prompt = [{"role": "user", "content": "What?"}]
-    toy.write_lines(tmp_path / "p.jsonl", [{"prompt": prompt, "ranked": ["a", ["bb", "ccc"]]},
+    toy.write_lines(tmp_path / "p.jsonl", [{"prompt": prompt, "ranked": ["a", ["bb", "ccc", "x" * 300]], "scores": [1]},
                                            {"prompt": prompt, "chosen": "a", "rejected": "b", "margin": 0.5},
                                            {"prompt": prompt, "chosen": "x" * 300, "rejected": "b"}])
     rankings, too_long = reward.read_rankings(tmp_path / "p.jsonl", words, 100)
@@ -225,31 +227,35 @@ def test_training_pushes_chosen_over_rejected(world, tmp_path):
 
 
 def test_interrupted_and_continued_is_the_same(world, tmp_path, monkeypatch, capsys):
-    """Stopped in the middle of step 4 and started again: the same bits as without the interruption."""
-    reward.main(config_of(world, tmp_path / "straight", "--save_full=2"))
+    """Stopped in the middle of steps 4 and 9 and started again: the same bits as without the interruptions."""
+    more = "--save_full=2", "--epochs=2", "--along_until=0.7"
+    reward.main(config_of(world, tmp_path / "straight", *more))
     real, calls = reward.micro_batches, []
 
     def interrupt(*args):
         calls.append(1)
-        if len(calls) == 4:
+        if len(calls) in (4, 11):
             raise KeyboardInterrupt
         return real(*args)
     monkeypatch.setattr(reward, "micro_batches", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        reward.main(config_of(world, tmp_path / "broken", "--save_full=2"))
-    gc.collect()                                                           # the lock goes with the frame that holds it
-    assert checkpoint.newest(tmp_path / "broken" / "reward", "full").name == "full_00000002"
-    reward.main(config_of(world, tmp_path / "broken", "--save_full=2"))
-    assert len(calls) == 4 + 3                                             # steps 1 2 3 (4), then 3 4 5
+    for saved in (2, 8):                                                   # five steps an epoch: in the first, the second
+        with pytest.raises(KeyboardInterrupt):
+            reward.main(config_of(world, tmp_path / "broken", *more))
+        gc.collect()                                                       # the lock goes with the frame that holds it
+        assert checkpoint.newest(tmp_path / "broken" / "reward", "full").name == f"full_{saved:08}"
+    reward.main(config_of(world, tmp_path / "broken", *more))
+    assert len(calls) == 4 + 7 + 2                                         # steps 1 to 3 (4), 3 to 8 (9), 9 and 10
     assert torch.equal(weights_of(tmp_path / "straight"), weights_of(tmp_path / "broken"))
     capsys.readouterr()
-    reward.main(config_of(world, tmp_path / "broken", "--save_full=2"))
+    reward.main(config_of(world, tmp_path / "broken", *more))
     assert "already done" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("options, said", [
     (["--batch_size=64"], "40 usable pairs"),
-    (["--along_until=1.5"], "share of the run"),
+    (["--along_until=1.5"], "share of the run"), (["--max_rankings=-1"], "0 (all) or more"),
+    (["--max_rankings=3"], "max_rankings = 3"), (["--control_ratio=1.0"], "above 1"),
+    (["--learning_rate=-1.0", "--grad_clip=-2.0"], "grad_clip must not be negative"),
     (["--log_every=0", "--micro_batch_size=0"], "micro_batch_size must be at least 1"),
     (["--sft_samples=1"], "no deviation"),
     (["--init_from=/nowhere"], "/nowhere"),
@@ -259,6 +265,17 @@ def test_refusals(world, tmp_path, capsys, options, said):
         reward.main(config_of(world, tmp_path, *options))
     assert refused.value.code == 2 and said in capsys.readouterr().err
     assert not (tmp_path / "reward" / "config.json").exists()      # the folder is not bound to what was refused
+
+
+@pytest.mark.parametrize("line, said", [
+    ({"prompt": [{"role": "user", "content": "What?"}], "ranked": [["a", "b"]]}, "two or more members"),
+    ({"prompt": [{"role": "user", "content": "x" * 300}], "chosen": "a", "rejected": "b"}, "all 1 lines are longer")])
+def test_bad_held_out_pairs_are_found_before_the_training(world, tmp_path, capsys, line, said):
+    shutil.copytree(world / "data", tmp_path / "data")
+    toy.write_lines(tmp_path / "data" / "chat" / "preferences_control.jsonl", [line])
+    with pytest.raises(SystemExit) as refused:
+        reward.main(config_of(world, tmp_path, f"--data_dir={tmp_path}/data"))
+    assert refused.value.code == 2 and said in capsys.readouterr().err and not (tmp_path / "reward").exists()
 
 
 def test_changed_settings_are_refused_on_resume(world, tmp_path, capsys):
@@ -274,8 +291,9 @@ def test_changed_settings_are_refused_on_resume(world, tmp_path, capsys):
 def test_two_processes_learn_what_one_does(world, tmp_path):
     """The same pairs in each global step, so the same weights but for rounding."""
     arguments = ["--device=cpu", "--dtype=fp32", "--threads=1", f"--data_dir={world}/data",
-                 f"--init_from={world}/out/sft", "--batch_size=8", "--micro_batch_size=3", "--sft_samples=8", "--max_new_tokens=12"]
-    reward.main(config_of(world, tmp_path / "one", "--learning_rate=1e-3"))
+                 f"--init_from={world}/out/sft", "--batch_size=8", "--micro_batch_size=3", "--sft_samples=8", "--max_new_tokens=12",
+                 "--along_until=0.7"]
+    reward.main(config_of(world, tmp_path / "one", "--learning_rate=1e-3", "--along_until=0.7"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run([*torchrun, str(ROOT / "reward.py"), *arguments, f"--out_dir={tmp_path}/two",
                            "--learning_rate=1e-3"], capture_output=True, text=True, timeout=120,

@@ -56,17 +56,15 @@ def write_data(folder, prompts=40, pairs=64, control=20, seed=0):
     for name in ("train", "val"):
         write_lines(chat_folder / f"prompts_{name}.jsonl",
                     [{"messages": question(rng), "kind": "remark"} for _ in range(prompts)])
-        if name == "train":
-            write_lines(chat_folder / "preferences_train.jsonl",
-                        [{"prompt": question(rng), "ranked": remark.sample_ranking(rng, 4, 1)} for _ in range(pairs)])
-            continue
-        rows = []
-        for i in range(pairs):
-            sample = remark.sample_spoiled_pair if rng.random() < 0.25 else remark.sample_pair
-            better, worse = sample(rng, 0.5, chosen_is_longer=i % 2 == 0)
-            rows.append({"prompt": question(rng), "chosen": better, "rejected": worse,
-                         "scores": {"chosen": remark.score(better), "rejected": remark.score(worse)}})
-        write_lines(chat_folder / f"preferences_{name}.jsonl", rows)
+    write_lines(chat_folder / "preferences_train.jsonl",
+                [{"prompt": question(rng), "ranked": remark.sample_ranking(rng, 4, 1)} for _ in range(pairs)])
+    rows = []
+    for i in range(pairs):
+        sample = remark.sample_spoiled_pair if rng.random() < 0.25 else remark.sample_pair
+        better, worse = sample(rng, 0.5, chosen_is_longer=i % 2 == 0)
+        rows.append({"prompt": question(rng), "chosen": better, "rejected": worse,
+                     "scores": {"chosen": remark.score(better), "rejected": remark.score(worse)}})
+    write_lines(chat_folder / "preferences_val.jsonl", rows)
     rows = []
     for long, short in remark.sample_control_pairs(rng, control, 1.8):
         chosen, rejected = rng.sample((long, short), 2)
