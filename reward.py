@@ -88,13 +88,14 @@ def read_rankings(path, tokenizer, block_size):
     for record in chat.read_preferences(path):
         read = [(i, chat.render(tokenizer, [*record["prompt"], {"role": "assistant", "content": text}])[0])
                 for i, texts in enumerate(record["ranked"]) for text in texts]
-        level = [i for i, dialogue in read if len(dialogue) <= block_size]
+        read = [(i, dialogue) for i, dialogue in read if len(dialogue) <= block_size]
+        level = [i for i, _ in read]
         if len(set(level)) < 2:
             too_long += 1
             continue
         prompt = len(chat.render(tokenizer, record["prompt"], open_assistant=True)[0])
-        rankings.append({"dialogues": [dialogue for _, dialogue in read if len(dialogue) <= block_size], "level": level,
-                         "prompt": prompt, "margin": record.get("margin", 0.0), "gap": gap_of(record)})
+        rankings.append({"dialogues": [dialogue for _, dialogue in read], "level": level, "prompt": prompt,
+                         "margin": record.get("margin", 0.0), "gap": gap_of(record)})
     return rankings, too_long
 
 

@@ -117,10 +117,14 @@ def sample_pair(rng, min_margin, chosen_is_longer, held_out=False):
     """(better, worse) whose scores differ by min_margin or more, the better one being the longer (or the shorter)."""
     while True:
         pair = sorted((sample(rng, held_out), sample(rng, held_out)), key=score, reverse=True)
-        better, worse = pair
-        far_enough = score(better) - score(worse) >= min_margin
-        if far_enough and len(better) != len(worse) and (len(better) > len(worse)) == chosen_is_longer:
-            return better, worse
+        if differ(*pair, min_margin, chosen_is_longer):
+            return tuple(pair)
+
+
+def differ(better, worse, min_margin, chosen_is_longer):
+    """Whether the scores are min_margin apart or more, and the better remark is the longer (or the shorter) one."""
+    far_enough = score(better) - score(worse) >= min_margin
+    return far_enough and len(better) != len(worse) and (len(better) > len(worse)) == chosen_is_longer
 
 
 def spoil(rng, text):
@@ -144,8 +148,7 @@ def sample_spoiled_pair(rng, min_margin, chosen_is_longer, held_out=False):
     grammar."""
     while True:
         better, worse = sample(rng, held_out), spoil(rng, sample(rng, held_out))
-        far_enough = score(better) - score(worse) >= min_margin
-        if far_enough and len(better) != len(worse) and (len(better) > len(worse)) == chosen_is_longer:
+        if differ(better, worse, min_margin, chosen_is_longer):
             return better, worse
 
 

@@ -114,9 +114,12 @@ def read_preferences(path):
     first, and what stands in one list is equally good. A pair has become the ranking [[chosen], [rejected]]."""
     entries = read_lines(path, _wrong_preference)
     for entry in entries:
-        ranked = entry.pop("ranked", None) or [entry.pop("chosen"), entry.pop("rejected")]
-        entry["ranked"] = [texts if isinstance(texts, list) else [texts] for texts in ranked]
+        entry["ranked"] = _levels(entry.pop("ranked", None) or [entry.pop("chosen"), entry.pop("rejected")])
     return entries
+
+
+def _levels(ranked):
+    return [texts if isinstance(texts, list) else [texts] for texts in ranked]
 
 
 def _wrong_preference(entry):
@@ -127,8 +130,8 @@ def _wrong_preference(entry):
         wrong.append("has ranked and chosen or rejected; it can only be one of the two forms")
     if "ranked" in entry:
         ranked = entry["ranked"]
-        levels = [each if isinstance(each, list) else [each] for each in ranked] if isinstance(ranked, list) else []
-    else:
+        levels = _levels(ranked) if isinstance(ranked, list) else []
+    else:                                                  # a chosen or rejected that is a list is no text
         ranked = [entry.get("chosen"), entry.get("rejected")]
         levels = [[text] for text in ranked]
     texts = sum(levels, [])

@@ -236,6 +236,7 @@ def test_preferences(tmp_path):
     ({"prompt": [USER, ANSWER], "chosen": "a", "rejected": "b"}, "message of the user"),
     ({"prompt": [USER], "chosen": "a"}, "must be texts"),
     ({"prompt": [USER], "chosen": "a", "rejected": ""}, "not empty"),
+    ({"prompt": [USER], "chosen": ["a"], "rejected": "b"}, "must be texts"),
     ({"prompt": [USER], "chosen": "a", "rejected": "a"}, "no preference"),
     ({"prompt": [USER], "ranked": ["a"]}, "two or more"), ({"prompt": [USER], "ranked": ["a", 1]}, "members of ranked"),
     ({"prompt": [USER], "ranked": ["a", "b", "a"]}, "no preference"),
