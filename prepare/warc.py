@@ -46,9 +46,9 @@ def read_pages(path, losses, max_decompressed=1 << 40):
     elif start.startswith(b"WARC/") or name.endswith(WARC_NAMES):
         yield from warc_pages(window, losses)
     elif name.endswith(JSONL_NAMES) or start.lstrip().startswith(b"{"):
-        yield from json_pages(window, losses, shown_name(path))
+        yield from json_pages(window, shown_name(path))
     elif name.endswith(TEXT_NAMES):
-        yield from text_pages(window, losses, path)
+        yield text_page(window, shown_name(path))
     else:
         losses["not_a_warc"] += 1
 
@@ -116,22 +116,27 @@ def records(window, losses):
 
 
 def read_headers(window):
-    """The header lines up to a blank one, as {lower-case name: value}; None if there is no end to them."""
-    headers, name = {}, ""
-    for _ in range(HEADER_LINES):
-        line = window.line(LINE_LIMIT)
-        if not line:
-            return None
+    """The headers up to a blank line; None if there is no end to them."""
+    lines = []
+    while line := window.line(LINE_LIMIT) if len(lines) < HEADER_LINES else b"":
         if not line.strip():
-            return headers
-        text = line.decode("utf-8", "replace")
-        if text[0] in " \t" and name:                                   # continuation of the line before
-            headers[name] += " " + text.strip()
-            continue
-        name, _, value = text.partition(":")
-        name = name.strip().lower()
-        headers[name] = value.strip()
+            return parse_headers(lines, "utf-8")
+        lines.append(line)
     return None
+
+
+def parse_headers(lines, charset):
+    """{lower-case name: value} of WARC's and HTTP's header lines. Of two with one name the first counts."""
+    headers, name = {}, ""
+    for line in lines:
+        text = line.decode(charset, "replace")
+        before, colon, value = text.partition(":")
+        if text.startswith((" ", "\t")) and name:                       # continuation of the line before
+            headers[name] += " " + text.strip()
+        elif colon:                                                     # lines without one occur, and mean nothing
+            name = before.strip().lower()
+            headers.setdefault(name, value.strip())
+    return headers
 
 
 def skip_to_record(window):
@@ -159,11 +164,7 @@ def http_response(block):
     status = STATUS_LINE.match(head)
     if not status:
         return {"drop": "bad_http", "body": body}
-    headers = {}
-    for line in head.decode("latin-1").splitlines()[1:]:
-        name, colon, value = line.partition(":")
-        if colon:                                                       # lines without one occur, and mean nothing
-            headers.setdefault(name.strip().lower(), value.strip())
+    headers = parse_headers(head.split(b"\n")[1:], "latin-1")
     media, _, parameters = headers.get("content-type", "").partition(";")
     media = media.strip(" \"'").lower()
     charset = re.search(r"charset\s*=\s*[\"']?([^\s\"';,]+)", parameters, re.IGNORECASE)
@@ -207,7 +208,7 @@ def unpack(body, encoding):
 # --------------------------------------------------------------------------------------------------------------------
 # JSON lines and text files
 
-def json_pages(window, losses, source):
+def json_pages(window, source):
     """One page a line, from objects with a "text" (or "content", "raw_content"). Each line is judged by itself.
 
     Lines are bytes up to "\\n": str.splitlines would also cut at U+2028 and U+0085, which occur inside texts.
@@ -246,10 +247,7 @@ def json_page(line):
             for key, value in page.items()}
 
 
-def text_pages(window, losses, path):
+def text_page(window, source):
     """A text file is one page."""
-    body = window.take(RECORD_LIMIT)
-    page = {"url": "", "id": shown_name(path), "date": "", "kind": "text", "body": body, "charset": ""}
-    if window.peek(1):
-        page["drop"] = "file_too_long"
-    yield page
+    page = {"url": "", "id": source, "date": "", "kind": "text", "body": window.take(RECORD_LIMIT), "charset": ""}
+    return page | {"drop": "file_too_long"} if window.peek(1) else page

@@ -299,6 +299,15 @@ def test_of_two_headers_of_one_name_the_first_counts(tmp_path):
     assert page["content_type"] == "text/html"
 
 
+@pytest.mark.parametrize("headers", [
+    ("Content-Type: text/html;", " charset=windows-1251"),                    # a header folded onto a second line
+    ("Content-Type: text/html; title=\u00c3\u0085; charset=windows-1251",),     # 85 ends a line elsewhere
+], ids=["folded", "byte 85"])
+def test_a_header_ends_where_its_line_ends_and_the_next_begins(tmp_path, headers):
+    (page,), _ = read_bytes(tmp_path, response(html("x"), headers=headers))
+    assert (page["content_type"], page["charset"]) == ("text/html", "windows-1251")
+
+
 def test_nonsense_instead_of_http(tmp_path):
     for block in (b"", b"\r\n\r\n", b"garbage", b"HTTP/1.1 abc\r\n\r\nx", bytes(range(256)),
                   b"HTTP/1.1 \xb2 OK\r\n\r\nx", b"HTTP/1.1 " + b"9" * 5000 + b"\r\n\r\nx"):
