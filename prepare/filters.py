@@ -97,29 +97,29 @@ def ascii_share(page, settings):
 # --------------------------------------------------------------------------------------------------------------------
 # Rule sets for prose, each off unless named in the config
 
+def first(reasons):
+    """The first of these reasons that holds, or None."""
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
 STOP_WORDS = {"the", "be", "to", "of", "and", "that", "have", "with"}
 
 
 def gopher_quality(page, settings):
     """Rae et al. 2021 (arXiv 2112.11446, A1.1), with the constants as datatrove reads them."""
-    words = page["text"].split()
+    text, words = page["text"], page["text"].split()
     real = [word for word in words if any(character.isalnum() for character in word)]
-    lines = [line.strip() for line in page["text"].split("\n") if line.strip()]
-    if not 50 <= len(real) <= 100_000:
-        return "gopher_word_count"
-    if not 3 <= sum(map(len, real)) / len(real) <= 10:
-        return "gopher_word_length"
-    if page["text"].count("#") / len(words) > 0.1:
-        return "gopher_hashes"
-    if (page["text"].count("...") + page["text"].count("\u2026")) / len(words) > 0.1:
-        return "gopher_ellipses"
-    if sum(line.startswith(("\u2022", "-")) for line in lines) / len(lines) > 0.9:
-        return "gopher_bullets"
-    if sum(line.endswith(("...", "\u2026")) for line in lines) / len(lines) > 0.3:
-        return "gopher_line_ellipses"
-    if sum(any(character.isalpha() for character in word) for word in words) / len(words) < 0.8:
-        return "gopher_letters"
-    return "gopher_stop_words" if len(STOP_WORDS.intersection(map(str.lower, words))) < 2 else None
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    return first({
+        "gopher_word_count": not 50 <= len(real) <= 100_000,
+        "gopher_word_length": not 3 <= sum(map(len, real)) / max(1, len(real)) <= 10,
+        "gopher_hashes": text.count("#") / len(words) > 0.1,
+        "gopher_ellipses": (text.count("...") + text.count("\u2026")) / len(words) > 0.1,
+        "gopher_bullets": sum(line.startswith(("\u2022", "-")) for line in lines) / len(lines) > 0.9,
+        "gopher_line_ellipses": sum(line.endswith(("...", "\u2026")) for line in lines) / len(lines) > 0.3,
+        "gopher_letters": sum(any(map(str.isalpha, word)) for word in words) / len(words) < 0.8,
+        "gopher_stop_words": len(STOP_WORDS.intersection(map(str.lower, words))) < 2,
+    })
 
 
 TOP_NGRAMS = {2: 0.20, 3: 0.18, 4: 0.16}
@@ -162,7 +162,15 @@ def gopher_repetition(page, settings):
     return None
 
 
-POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
+POLICY = ("javascript", "terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies",
+          "use cookies")
+
+
+def is_c4_line(line):
+    words = line.split()
+    return (line.endswith((".", "?", "!", '"')) and not line.endswith("...")
+            and len(words) >= 5 and max(map(len, words)) <= 1000
+            and not any(phrase in line.lower() for phrase in POLICY))
 
 
 def c4(page, settings):
@@ -175,17 +183,7 @@ def c4(page, settings):
         return "c4_lorem_ipsum"
     if "{" in lowered:
         return "c4_brace"
-    kept = []
-    for line in page["text"].split("\n"):
-        line = line.strip()
-        if not line.endswith((".", "?", "!", '"')) or line.endswith("..."):
-            continue
-        if len(line.split()) < 5 or max(map(len, line.split())) > 1000:
-            continue
-        if "javascript" in line.lower() or any(phrase in line.lower() for phrase in POLICY):
-            continue
-        kept.append(line)
-    page["text"] = "\n".join(kept)
+    page["text"] = "\n".join(filter(is_c4_line, map(str.strip, page["text"].split("\n"))))
     return "c4_sentences" if len(re.findall(r"[.?!]+[\"')]*(?:\s|$)", page["text"])) < 3 else None
 
 
@@ -193,14 +191,14 @@ def fineweb(page, settings):
     """Penedo et al. 2024 (arXiv 2406.17557, 3.6), with the paper's 0.1 for repeated lines (their code has 0.01)."""
     lines = [line for line in page["text"].split("\n") if line.strip()]
     words = page["text"].split()
-    if sum(line.rstrip().endswith((".", "?", "!", '"', "'")) for line in lines) / len(lines) < 0.12:
-        return "fineweb_line_ends"
-    if sum(len(line) <= 30 for line in lines) / len(lines) > 0.67:
-        return "fineweb_short_lines"
+    ended = sum(line.rstrip().endswith((".", "?", "!", '"', "'")) for line in lines)
     repeated = sum((count - 1) * len(line) for line, count in Counter(lines).items())
-    if repeated / sum(map(len, lines)) > 0.1:
-        return "fineweb_repeated_lines"
-    return "fineweb_newlines" if page["text"].count("\n") / len(words) > 0.3 else None
+    return first({
+        "fineweb_line_ends": ended / len(lines) < 0.12,
+        "fineweb_short_lines": sum(len(line) <= 30 for line in lines) / len(lines) > 0.67,
+        "fineweb_repeated_lines": repeated / sum(map(len, lines)) > 0.1,
+        "fineweb_newlines": page["text"].count("\n") / len(words) > 0.3,
+    })
 
 
 FILTERS = (readable, protocol, decoded, extracted, normalised, length, language, entropy, ascii_share)
