@@ -42,8 +42,8 @@ import zstandard
 from tqdm import tqdm
 
 from configurator import configure, refuse
-from engine.files import lock_folder, read_json, sha256_file, write_json
-from engine.shards import ShardWriter, publish, read_documents, read_jsonl_zst, write_index
+from engine.files import intact, lock_folder, publish, read_json, sha256_file, write_json
+from engine.shards import ShardWriter, read_documents, read_jsonl_zst, write_index
 from engine.tokenizer import Tokenizer
 from prepare.audit import add, empty_audit, finished, judge, measure, tally, waterfall
 from prepare.corpus import build_corpus
@@ -151,7 +151,8 @@ def clean_file(path, target, settings, alone=True):
     steps = [*FILTERS, *(RULES[name] for name in settings["rules"])]
     audit, losses = empty_audit([step.__name__ for step in steps]), Counter()
     minhash = MinHash(settings["minhash_bands"], settings["minhash_rows"], settings["minhash_seed"])
-    hashes, signatures, places, paragraphs = [], [], [], []
+    row = [("hash", "u8", 2), ("signature", "u4", len(minhash.a)), ("place", "f8"), ("paragraphs", "i8")]
+    rows, paragraphs = [], []
     documents = DocumentFile(f"{target}.jsonl.zst")
     pages = read_pages(path, losses, settings["max_decompressed"])
     for page in progress(pages, None, f"cleaning {shown_name(path)}") if alone else pages:
@@ -165,17 +166,13 @@ def clean_file(path, target, settings, alone=True):
         documents.add({"id": page["id"], "url": page["url"], "text": text, "length": len(text), "date": page["date"],
                        "language": page["language"], "language_score": round(page["language_score"], 6),
                        "source": shown_name(path)})
-        hashes.append(np.frombuffer(text_hash(text), dtype=np.uint64))
-        signatures.append(minhash.signature(text))
-        places.append(place(page, settings["val_pinned"]))
         paragraphs.append(paragraph_hashes(text, settings["paragraph_min_chars"]))
+        rows.append((np.frombuffer(text_hash(text), dtype=np.uint64), minhash.signature(text),
+                     place(page, settings["val_pinned"]), len(paragraphs[-1])))
     documents.close()
     with open(f"{target}.npz.tmp", "wb") as file:
-        np.savez(file, places=np.array(places, dtype=np.float64),
-                 hashes=np.array(hashes, dtype=np.uint64).reshape(-1, 2),
-                 signatures=np.array(signatures, dtype=np.uint32).reshape(-1, len(minhash.a)),
-                 paragraphs=np.concatenate([np.zeros((0, 2), dtype=np.uint64), *paragraphs]),
-                 paragraph_counts=np.array([len(rows) for rows in paragraphs], dtype=np.int64))
+        np.savez(file, rows=np.array(rows, dtype=row),
+                 paragraphs=np.concatenate([np.zeros((0, 2), dtype=np.uint64), *paragraphs]))
         publish(file, f"{target}.npz")
     # Whole: nothing of the file was lost on the way. A truncated file is never reported as clean.
     write_json(f"{target}.json", {"documents": documents.documents, "losses": dict(sorted(losses.items())),
@@ -258,25 +255,22 @@ def remove_others(folder, pattern, names):
 # --------------------------------------------------------------------------------------------------------------------
 # Deduplicate over all files, split, write
 
-def deduplicate(parts, config):
-    """What becomes of the documents of all parts, in order: exact copies go, then near-duplicates, then paragraphs.
+def deduplicate(rows, paragraphs, config):
+    """What becomes of all documents, in order: exact copies go, then near-duplicates, then paragraphs.
 
     -> kept, a bool array; why, for each dropped one (reason, detail); again, for each document a bool array that is
     True at the paragraphs to be left out. See prepare/dedup.py.
     """
-    hashes, signatures, paragraphs, counts = (np.concatenate([part[name] for part in parts]) for name in (
-        "hashes", "signatures", "paragraphs", "paragraph_counts"))
-    _, first = np.unique(hashes, axis=0, return_index=True)
-    kept = np.zeros(len(hashes), dtype=bool)
-    kept[first] = True
+    _, first = np.unique(rows["hash"], axis=0, return_index=True)
+    kept = np.isin(np.arange(len(rows)), first)
     why = {document: ("exact_duplicate", "") for document in np.flatnonzero(~kept)}
     if config.minhash_threshold > 0:
         rest = np.flatnonzero(kept)
-        chosen, resemblance = representatives(signatures[rest], config.minhash_bands, config.minhash_threshold)
+        chosen, resemblance = representatives(rows["signature"][rest], config.minhash_bands, config.minhash_threshold)
         for document in np.flatnonzero(chosen != np.arange(len(rest))):
             kept[rest[document]] = False
             why[rest[document]] = ("near_duplicate", f"resemblance={resemblance[document]:.3f}")
-    again, lengths = repeated(paragraphs, counts, kept, config.min_chars)
+    again, lengths = repeated(paragraphs, rows["paragraphs"], kept, config.min_chars)
     for document in np.flatnonzero(kept & (lengths < config.min_chars)):
         if again[document].any():
             kept[document] = False
@@ -305,8 +299,9 @@ def write_documents(done, config, folder, audit):
                 parts.append(dict(arrays))
         except (ValueError, EOFError, zipfile.BadZipFile) as error:
             refuse(f"{target}.npz is damaged: {error}; delete it and run the same command again")
-    kept, why, again = deduplicate(parts, config)
-    places = np.concatenate([part["places"] for part in parts])
+    rows, paragraphs = (np.concatenate([part[name] for part in parts]) for name in ("rows", "paragraphs"))
+    kept, why, again = deduplicate(rows, paragraphs, config)
+    places = rows["place"]
     held_out = places < config.val_fraction
     if config.val_fraction > 0 and kept.sum() > 1 and not (held_out & kept).any():
         # Few pages, and none of them below the bar: without a held-out page nothing could be measured.
@@ -315,18 +310,17 @@ def write_documents(done, config, folder, audit):
     entries, open_files = [], {}
     for number, document in enumerate(cleaned_documents(done)):
         size = utf8_size(document)
-        reason, detail = why.get(number, (None, ""))
+        dropped_by, detail = why.get(number, (None, ""))
+        if kept[number] and again[number].any():
+            paragraphs = zip(document["text"].split(PARAGRAPH_BREAK), again[number], strict=True)
+            document["text"] = PARAGRAPH_BREAK.join(paragraph for paragraph, out in paragraphs if not out)
+            document["length"] = len(document["text"])
         for name in DUPLICATES:
-            size_after = size
-            if name == "repeated_paragraphs" and not reason and again[number].any():
-                paragraphs = zip(document["text"].split(PARAGRAPH_BREAK), again[number], strict=True)
-                document["text"] = PARAGRAPH_BREAK.join(paragraph for paragraph, out in paragraphs if not out)
-                document["length"] = len(document["text"])
-                size_after = utf8_size(document)
-            judge(audit["filters"][name], document, reason if reason == name else None, size, size_after, detail)
-            if reason == name:
+            reason = name if name == dropped_by else None
+            size_after = utf8_size(document) if name == "repeated_paragraphs" else size
+            judge(audit["filters"][name], document, reason, size, size_after, detail)
+            if reason:
                 break
-            size = size_after
         if kept[number]:
             split = "val" if held_out[number] else "train"
             if split not in open_files:
@@ -365,8 +359,9 @@ def write_tokens(config, tokenizer, key, audit):
 
 
 def token_files(index):
-    return [{"file": f"tokens/{file['name']}", "sha256": file["sha256"]}
-            for entry in index["splits"].values() for file in [*entry["files"], entry["offsets"]]]
+    """{name: sha256}"""
+    return {file["name"]: file["sha256"]
+            for entry in index["splits"].values() for file in [*entry["files"], entry["offsets"]]}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -384,13 +379,16 @@ def check(config):
         if not 0 <= getattr(config, name) <= 1:
             problems.append(f"{name} must lie between 0 and 1, found {getattr(config, name)}")
     problems += config.below_one("minhash_bands", "minhash_rows", "shard_tokens", "workers", "max_decompressed")
+    # A folder of inputs may be the data folder, or hold it: the second call must not read results as inputs, nor
+    # overwrite inputs by results.
+    ours = [Path(config.data_dir).resolve() / name for name in OURS]
     paths = set()
     for pattern in config.inputs:
         names = [pattern]                                # a file's own name may hold brackets
         if not Path(pattern).is_file():
             names = glob.glob(f"{glob.escape(pattern)}/**" if Path(pattern).is_dir() else pattern, recursive=True)
         files = {Path(name) for name in names if Path(name).is_file()}
-        own = {path for path in files if is_ours(path, Path(config.data_dir).resolve())}
+        own = {path for path in files if any(path.resolve().is_relative_to(result) for result in ours)}
         if not files:
             problems.append(f"--inputs: {pattern!r} matches no file (looked in {os.getcwd()})")
         elif files == own:
@@ -400,19 +398,6 @@ def check(config):
     if problems:
         refuse(*problems)
     return sorted(paths)
-
-
-def is_ours(path, root):
-    """Whether the stages write such a file in the data folder. A folder of inputs may be the data folder or hold it:
-    results must not be read as inputs by the second call, nor inputs be overwritten by results."""
-    path = path.resolve()
-    return path.is_relative_to(root) and path.relative_to(root).parts[0] in OURS
-
-
-def intact(root, entries):
-    """Whether all files of these entries are as they were written."""
-    return all((root / entry["file"]).exists() and sha256_file(root / entry["file"]) == entry["sha256"]
-               for entry in entries)
 
 
 def report(audit):
@@ -467,7 +452,8 @@ def prepare(config, root, paths):
     key = digest(source_hash, config.minhash_threshold, config.val_fraction)
     audit_file = root / "audit.json"
     audit = read_json(audit_file) if audit_file.exists() else {}
-    if audit.get("key") == key and intact(root, audit["documents"]):
+    files = {entry["file"]: entry["sha256"] for entry in audit.get("documents", ())}
+    if audit.get("key") == key and intact(root, files):
         print("documents: done before and unchanged")
     else:
         audit_file.unlink(missing_ok=True)
@@ -495,11 +481,11 @@ def prepare(config, root, paths):
     tokens_key = digest(key, [entry["sha256"] for entry in audit["documents"]], tokenizer.hash, config.hash)
     index_file = root / "tokens" / "index.json"
     index = read_json(index_file) if index_file.exists() else {}
-    if index.get("key") == tokens_key and intact(root, token_files(index)):
+    if index.get("key") == tokens_key and intact(root / "tokens", token_files(index)):
         print("tokens: done before and unchanged")
     else:
         index = write_tokens(config, tokenizer, tokens_key, audit)
-    remove_others(root / "tokens", "*.bin*", [Path(entry["file"]).name for entry in token_files(index)])
+    remove_others(root / "tokens", "*.bin*", token_files(index))
 
 
 if __name__ == "__main__":

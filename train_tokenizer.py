@@ -43,7 +43,7 @@ import regex
 from tqdm import tqdm
 
 from configurator import configure, refuse
-from engine.files import lock_folder, read_json, sha256_file, write_json
+from engine.files import intact, lock_folder, read_json, sha256_file, write_json
 from engine.shards import read_documents
 from engine.tokenizer import BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer, valid_unicode
 
@@ -185,9 +185,7 @@ def finished(folder, source):
     if not (folder / "report.json").is_file():
         return None
     report = read_json(folder / "report.json")
-    whole = all((folder / name).is_file() and sha256_file(folder / name) == digest
-                for name, digest in report["files"].items())
-    return report if whole and report["made_from"] == source else None
+    return report if report["made_from"] == source and intact(folder, report["files"]) else None
 
 
 def measure(config, tokenizer, others):
@@ -196,7 +194,7 @@ def measure(config, tokenizer, others):
     size = sum(len(text.encode()) for text in texts)
     rows = []
     for name, other in [("ours", tokenizer), *others]:
-        encoded = other.encode_batch(texts)
+        encoded = [other.encode(text) for text in texts]
         tokens = sum(map(len, encoded))
         rows.append({"name": name, "vocab_size": other.vocab_size, "documents": len(texts), "bytes": size,
                      "tokens": tokens, "bytes_per_token": round(size / max(tokens, 1), 4),

@@ -33,6 +33,15 @@ def fsync_folder(path):
         os.close(descriptor)
 
 
+def publish(file, path):
+    """Flushes an open temporary file to the disk and gives it its name."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+    os.replace(file.name, path)
+    fsync_folder(Path(path).parent)
+
+
 def write_atomic(path, content):
     """Writes bytes or text to `path`, making its folder. What stood there stays until the new content is safe."""
     path = Path(path)
@@ -42,10 +51,7 @@ def write_atomic(path, content):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        fsync_folder(path.parent)
+            publish(file, path)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()     # on a full disk the half file would stand in everybody's way
@@ -86,6 +92,12 @@ def sha256_file(path):
     """Hex digest of a file's content, read in pieces so that its size does not matter."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def intact(folder, checksums):
+    """Whether the files in `folder` are as they were written. checksums: {name: sha256}."""
+    return all((Path(folder) / name).is_file() and sha256_file(Path(folder) / name) == checksum
+               for name, checksum in checksums.items())
 
 
 def lock_folder(folder):

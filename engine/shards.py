@@ -15,7 +15,6 @@ number of processes and after any resume. See `permuted`.
 import hashlib
 import io
 import json
-import os
 import zlib
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import numpy as np
 import zstandard
 
 from configurator import refuse
-from engine.files import fsync_folder, read_json, write_atomic, write_json
+from engine.files import publish, read_json, write_atomic, write_json
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -113,15 +112,6 @@ class ShardWriter:
         write_atomic(self.folder / name, data)
         return {"n_tokens": self.offsets[-1], "n_docs": len(self.offsets) - 1, "files": self.files,
                 "offsets": {"name": name, "sha256": hashlib.sha256(data).hexdigest()}}
-
-
-def publish(file, path):
-    """Flush an open .tmp file to the disk and give it its name."""
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-    os.replace(file.name, path)
-    fsync_folder(Path(path).parent)
 
 
 def write_index(folder, tokenizer, splits, **origin):

@@ -48,9 +48,8 @@ LONG_WHITESPACE = 100_000
 # The one printable character that stands for each byte in tokenizer.json, GPT-2's invention: bytes that print stand for
 # themselves, the other 68 are moved to U+0100 and up. The first 256 ids are the bytes in the order of these characters.
 PRINTING = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-MOVED = [byte for byte in range(256) if byte not in PRINTING]
-BYTE_ORDER = PRINTING + MOVED                                      # id -> byte
-BYTE_TO_CHAR = {byte: chr(byte) for byte in PRINTING} | {byte: chr(0x100 + i) for i, byte in enumerate(MOVED)}
+BYTE_ORDER = PRINTING + [byte for byte in range(256) if byte not in PRINTING]                   # id -> byte
+BYTE_TO_CHAR = dict(zip(BYTE_ORDER, map(chr, [*PRINTING, *range(0x100, 0x100 + 68)])))
 CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
 
 # The layout of engine/chat.py, in the language in which Hugging Face stores such things.
@@ -62,6 +61,8 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 
+
+UNUSED = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")     # of Hugging Face's BPE
 
 # Where a pattern finds all of this, it passes over nothing.
 SAMPLE = "".join(chr(i) + " a1" + chr(i) * 2 + "\n" for i in range(0x400))
@@ -110,14 +111,9 @@ class Tokenizer:
         # only entry that we use, never produces them.
         rank_of = {token: rank for rank, token in enumerate(ranks)}
         self.engine = tiktoken.Encoding("teardown", pat_str=pattern, mergeable_ranks=rank_of, special_tokens=specials)
-        self.hash = self._content_hash()
-
-    def _content_hash(self):
-        digest = hashlib.sha256()
-        head = {"format": 1, "pattern": self.pattern, "specials": sorted(self.specials.items()), "normalizer": None}
-        for part in [json.dumps(head).encode(), *self.ranks]:
-            digest.update(len(part).to_bytes(4, "little") + part)      # lengths: [b"ab"] is not [b"a", b"b"]
-        return digest.hexdigest()
+        head = {"format": 1, "pattern": pattern, "specials": sorted(specials.items()), "normalizer": None}
+        parts = [json.dumps(head).encode(), *ranks]                    # with lengths: [b"ab"] is not [b"a", b"b"]
+        self.hash = hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts)).hexdigest()
 
     def special(self, name):
         """The id of a special token; KeyError when there is none of that name."""
@@ -135,10 +131,6 @@ class Tokenizer:
             pieces = regex.findall(self.pattern, valid_unicode(text))
             return [id for piece in pieces for id in self.engine._encode_single_piece(piece)]
         return self.engine.encode_ordinary(text)
-
-    def encode_batch(self, texts):
-        """encode() of each. One after the other: threads gained nothing, whoever has cores uses processes."""
-        return [self.encode(text) for text in texts]
 
     # ---- ids to text
 
@@ -171,9 +163,27 @@ class Tokenizer:
 
     def save(self, folder):
         """tokenizer.json and tokenizer_config.json, a folder that transformers reads. The same bytes every time."""
-        # tokenizer.json has no format_version of ours: tokenizers refuses the file when it meets an unknown key.
-        text = json.dumps(self._as_json(), ensure_ascii=False, indent=1) + "\n"
-        write_atomic(Path(folder) / "tokenizer.json", text)
+        chars = [bytes_to_chars(token) for token in self.ranks]
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        specials = sorted(self.specials.items(), key=lambda item: item[1])
+        # No format_version of ours: tokenizers refuses the file when it meets an unknown key.
+        content = {
+            "version": "1.0", "truncation": None, "padding": None,
+            "added_tokens": [{"id": id, "content": name, **flags} for name, id in specials],
+            "normalizer": None,
+            "pre_tokenizer": _pre_tokenizer(self.pattern),
+            "post_processor": None,
+            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            "model": {
+                "type": "BPE", **dict.fromkeys(UNUSED), "fuse_unk": False, "byte_fallback": False,
+                # Training leaves one merge for each token. With fewer or more of them (a foreign vocabulary may list
+                # every way to make a token) a piece that is a token must be looked up before anything is merged.
+                "ignore_merges": len(self.merges) != len(self.ranks) - 256,
+                "vocab": {token: rank for rank, token in enumerate(chars)},
+                "merges": [f"{chars[left]} {chars[right]}" for left, right in self.merges],
+            },
+        }
+        write_atomic(Path(folder) / "tokenizer.json", json.dumps(content, ensure_ascii=False, indent=1) + "\n")
         write_json(Path(folder) / "tokenizer_config.json", {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **{f"{role}_token": name for role, name in self.roles.items()},
@@ -187,28 +197,6 @@ class Tokenizer:
         """tiktoken's form: one line a token, its bytes in base64 and its rank. Knows neither pattern nor specials."""
         lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(self.ranks)]
         write_atomic(file, b"".join(lines))
-
-    def _as_json(self):
-        chars = [bytes_to_chars(token) for token in self.ranks]
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        specials = sorted(self.specials.items(), key=lambda item: item[1])
-        return {
-            "version": "1.0", "truncation": None, "padding": None,
-            "added_tokens": [{"id": id, "content": name, **flags} for name, id in specials],
-            "normalizer": None,
-            "pre_tokenizer": _pre_tokenizer(self.pattern),
-            "post_processor": None,
-            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-            "model": {
-                "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-                # Training leaves one merge for each token. With fewer or more of them (a foreign vocabulary may list
-                # every way to make a token) a piece that is a token must be looked up before anything is merged.
-                "ignore_merges": len(self.merges) != len(self.ranks) - 256,
-                "vocab": {token: rank for rank, token in enumerate(chars)},
-                "merges": [f"{chars[left]} {chars[right]}" for left, right in self.merges],
-            },
-        }
 
 
 def _pre_tokenizer(pattern):
@@ -226,13 +214,13 @@ def _from_json(file):
         pattern = data["pre_tokenizer"].get("pretokenizers", [{}])[0].get("pattern", {}).get("Regex", "")
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
         made = [vocab[left + right] for left, right in pairs]
-        ids = sorted([*vocab.values(), *(token["id"] for token in added)])
+        ids = [*vocab.values(), *(token["id"] for token in added)]
         ranks = [chars_to_bytes(token) for token in sorted(vocab, key=vocab.get)]
         reasons = {
             f"the model is {model.get('type')}, not BPE": model.get("type", "BPE") != "BPE",
             "text is normalised first, so decode(encode(text)) is not the text": data.get("normalizer"),
-            "the model has unknown tokens, affixes, dropout or byte_fallback": any(model.get(key) for key in (
-                "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")),
+            "the model has unknown tokens, affixes, dropout or byte_fallback":
+                any(model.get(key) for key in (*UNUSED, "byte_fallback")),
             "the pre_tokenizer is not Split(Regex, Isolated) and ByteLevel without prefix space":
                 data["pre_tokenizer"] != _pre_tokenizer(pattern),
             "the pattern has a possessive count, like {1,3}+, which engines read differently":
@@ -253,9 +241,10 @@ def _from_json(file):
         refuse(*(f"{file}: {reason}. Its tokens could not be reproduced exactly." for reason in wrong))
     config = file.with_name("tokenizer_config.json")
     config = read_json(config) if config.is_file() else {}
-    roles = {role: config.get(f"{role}_token", f"<|{role}|>") for role in ("bos", "eos", "pad")}
-    # Older versions of transformers write the token with its properties.
-    roles = {role: name["content"] if isinstance(name, dict) else name for role, name in roles.items()}
+    roles = {}
+    for role in ("bos", "eos", "pad"):
+        name = config.get(f"{role}_token", f"<|{role}|>")
+        roles[role] = name["content"] if isinstance(name, dict) else name      # so written by older transformers
     return Tokenizer(ranks, pattern, specials, merges, roles)
 
 

@@ -20,7 +20,7 @@ import uuid
 from pathlib import Path
 
 from configurator import refuse
-from engine.files import read_json, sha256_file, write_atomic, write_json
+from engine.files import intact, read_json, sha256_file, write_atomic, write_json
 
 # What is planted: kind -> (how many, the filter that drops it, its reason). A filter of None: kept.
 PLANTED = {
@@ -101,15 +101,11 @@ def render_pages(folder, limit, progress):
     if 0 < limit < len(modules):
         modules = [modules[i * len(modules) // limit] for i in range(limit)]
     blocks = [modules[start:start + BLOCK] for start in range(0, len(modules), BLOCK)]
-    pages = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for block in progress(pool.map(lambda block: render_block(folder, block), blocks), len(blocks), "rendering"):
-            for module, html, reason in block:
-                if html is None:
-                    skipped[module] = reason
-                else:
-                    pages[module] = html
-    return pages, skipped
+        done = progress(pool.map(lambda block: render_block(folder, block), blocks), len(blocks), "rendering")
+        rendered = [page for block in done for page in block]
+    skipped |= {module: reason for module, html, reason in rendered if html is None}
+    return {module: html for module, html, _ in rendered if html is not None}, skipped
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -239,10 +235,9 @@ def build_corpus(folder, limit, progress):
     archive, marker = folder / "pydoc.warc.gz", folder / "pydoc.json"
     program = [sha256_file(Path(__file__).with_name(name)) for name in ("corpus.py", "phrases.json", "render.py")]
     made_by = hashlib.sha256(repr([sys.version, limit, program]).encode()).hexdigest()
-    if marker.exists() and archive.exists():
-        known = read_json(marker)
-        if known["made_by"] == made_by and known["sha256"] == sha256_file(archive):
-            return archive, known, False
+    known = read_json(marker) if marker.exists() else {}
+    if known.get("made_by") == made_by and intact(folder, {archive.name: known["sha256"]}):
+        return archive, known, False
     empty = folder / "empty"                                   # where the children run: nothing there to be found
     empty.mkdir(parents=True, exist_ok=True)
     pages, skipped = render_pages(empty, limit, progress)
