@@ -32,7 +32,6 @@ import heapq
 import itertools
 import os
 import re
-import sys
 import time
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor
@@ -173,21 +172,6 @@ def check(config):
         refuse(*problems)
 
 
-def made_from(config):
-    """Everything that decides the result: if it is the same, so is the tokenizer. Goes into report.json."""
-    files = [*sorted(Path(config.data_dir, "docs").glob("*.jsonl.zst")), *config.compare]
-    return {"vocab_size": config.vocab_size, "min_frequency": config.min_frequency,
-            "files": [[Path(file).name, sha256_file(file)] for file in files]}
-
-
-def finished(folder, source):
-    """The report of an earlier run when it stands for exactly this one and its tokenizer is whole, else None."""
-    if not (folder / "report.json").is_file():
-        return None
-    report = read_json(folder / "report.json")
-    return report if report["made_from"] == source and intact(folder, report["files"]) else None
-
-
 def measure(config, tokenizer, others):
     """Bytes per token of ours and of those to compare with, on the same held-out text. -> list of rows, ours first"""
     texts = [valid_unicode(document["text"]) for document in read_documents(config.data_dir, "val")]
@@ -214,11 +198,15 @@ def print_report(report):
 def main(config):
     check(config)
     folder = Path(config.data_dir) / "tokenizer"
-
-    # 1. Nothing to do when this very tokenizer stands there already.
     lock = lock_folder(folder)
-    source = made_from(config)
-    if report := finished(folder, source):
+
+    # 1. Nothing to do when the tokenizer that stands there was made from the same and is whole.
+    files = [*sorted(Path(config.data_dir, "docs").glob("*.jsonl.zst")), *map(Path, config.compare)]
+    made_from = {"vocab_size": config.vocab_size, "min_frequency": config.min_frequency,
+                 "files": [[file.name, sha256_file(file)] for file in files]}
+    report_file = folder / "report.json"
+    report = read_json(report_file) if report_file.exists() else {}
+    if report.get("made_from") == made_from and intact(folder, report["files"]):
         print(f"{folder}: already done ({report['vocab_size']} tokens, hash {report['hash'][:16]})")
         return print_report(report)
     others = [(Path(file).name, Tokenizer.load(file)) for file in config.compare]   # before the work
@@ -227,7 +215,7 @@ def main(config):
     # 2. The pieces of the training text, each with its count.
     start = time.perf_counter()
     texts = (document["text"] for document in read_documents(config.data_dir, "train"))
-    texts = tqdm(texts, unit=" docs", desc="counting", disable=not sys.stdout.isatty())
+    texts = tqdm(texts, unit=" docs", desc="counting", disable=None)     # only on a terminal
     counts = count_in_parallel(texts, PATTERNS["gpt4"], config.workers or os.cpu_count())
     words = {piece.encode(): count for piece, count in counts.items()}
     if not words:
@@ -238,7 +226,7 @@ def main(config):
     # 3. Merges, until the vocabulary is full or no pair is left that occurs often enough.
     start = time.perf_counter()
     wanted = config.vocab_size - 256 - len(SPECIAL_TOKENS)
-    with tqdm(total=wanted, unit=" merges", desc="merging", disable=not sys.stdout.isatty()) as bar:
+    with tqdm(total=wanted, unit=" merges", desc="merging", disable=None) as bar:
         merges = train(words, wanted, config.min_frequency, bar.update)
     print(f"made {len(merges):,} merges in {time.perf_counter() - start:.1f} s")
     if len(merges) < wanted:
@@ -260,10 +248,10 @@ def main(config):
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.tiktoken")
     report = {
         "vocab_size": tokenizer.vocab_size, "vocab_size_asked": config.vocab_size, "hash": tokenizer.hash,
-        "config_hash": config.hash, "made_from": source, "held_out": measure(config, tokenizer, others),
+        "config_hash": config.hash, "made_from": made_from, "held_out": measure(config, tokenizer, others),
         "files": {name: sha256_file(folder / name) for name in names},
     }
-    write_json(folder / "report.json", report)
+    write_json(report_file, report)
     print(f"{folder}: {tokenizer.vocab_size:,} tokens, hash {tokenizer.hash[:16]}")
     print_report(report)
     lock.close()

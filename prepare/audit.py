@@ -87,11 +87,9 @@ def finished(audit, settings):
             counts["hosts"] = dict(ranked[:HOSTS])
             if ranked[HOSTS:]:
                 counts["hosts"]["other"] = sum(count for _, count in ranked[HOSTS:])
-    histograms = {}
-    for name, (key, low, high) in HISTOGRAMS.items():
-        histograms[name] = {"threshold": {key: settings[key]}, "from": low, "to": high,
-                            "counts": audit["histograms"][name]}
-    return audit | {"histograms": histograms}
+    return audit | {"histograms": {
+        name: {"threshold": {key: settings[key]}, "from": low, "to": high, "counts": audit["histograms"][name]}
+        for name, (key, low, high) in HISTOGRAMS.items()}}
 
 
 def waterfall(audit):

@@ -23,18 +23,8 @@ import warnings
 
 # Names and parts of names that are never imported. Some act when imported (a browser opens, a poem is printed), some
 # are test suites or vendored copies, some are an application rather than a library.
-SKIPPED = {
-    "antigravity": "opens a web browser",
-    "this": "prints a poem",
-    "idlelib": "an application with a window",
-    "turtledemo": "draws in a window",
-    "__hello__": "prints when imported",
-    "__phello__": "prints when imported",
-    "__main__": "a command",
-    "_bundled": "a vendored copy",
-    "_vendor": "a vendored copy",
-    **dict.fromkeys(("test", "tests", "idle_test"), "a test suite"),
-}
+LEFT_OUT = {"antigravity", "this", "__hello__", "__phello__", "__main__", "test", "tests", "idle_test", "_bundled",
+            "_vendor", "idlelib", "turtledemo"}
 
 
 def list_modules():
@@ -50,14 +40,14 @@ def list_modules():
                 yield from submodules([os.path.join(folder, found.name) for folder in folders], name + ".")
 
     for top in sorted(sys.stdlib_module_names):
-        if top in SKIPPED or top.startswith(("_test", "_xx", "xx")):
-            yield top, SKIPPED.get(top, "for testing the interpreter")
+        if top in LEFT_OUT or top.startswith(("_test", "_xx", "xx")):
+            yield top, "left out"
             continue
         spec = importlib.util.find_spec(top)
         yield top, None if spec else "not on this machine"
         if spec and spec.submodule_search_locations:
             for name in sorted(submodules(spec.submodule_search_locations, top + ".")):
-                yield name, next((SKIPPED[part] for part in name.split(".") if part in SKIPPED), None)
+                yield name, None if LEFT_OUT.isdisjoint(name.split(".")) else "left out"
 
 
 def local_paths():

@@ -213,23 +213,19 @@ def json_pages(window, source):
 
     Lines are bytes up to "\\n": str.splitlines would also cut at U+2028 and U+0085, which occur inside texts.
     """
-    number = 0
-    while line := window.line(RECORD_LIMIT):
-        number += 1
+    for number, line in enumerate(iter(lambda: window.line(RECORD_LIMIT), b""), 1):
         page = {"url": "", "id": f"{source}:{number}", "date": "", "kind": "text", "body": line}
         if len(line) >= RECORD_LIMIT:
             while line and not line.endswith(b"\n"):
                 line = window.line(LINE_LIMIT)
             yield page | {"drop": "json_too_long", "body": page["body"][:1000]}
-            continue
-        line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-        if line.strip():
+        elif line.strip():
             yield page | json_page(line)
 
 
 def json_page(line):
     try:
-        item = json.loads(line.decode("utf-8"))
+        item = json.loads(line.decode("utf-8-sig"))              # the first one may begin with a byte order mark
     except UnicodeDecodeError:
         return {"drop": "json_not_utf8"}
     except (RecursionError, ValueError):              # bad JSON, very deep JSON, an integer of thousands of digits
