@@ -241,7 +241,7 @@ def clean_inputs(paths, config, work):
     done = [(target, read_json(target.with_suffix(".json"))) for target in targets]
     print(f"input files: {len(todo)} cleaned, {len(paths) - len(todo)} cleaned before and unchanged; "
           f"{sum(counts['documents'] for _, counts in done):,} documents left", flush=True)
-    remove_others(work, "[0-9a-f]" * 16 + ".*", [target.name + end for target in targets for end in CLEANED])
+    remove_others(work, "[0-9a-f]" * 16 + ".*", {target.name + end for target in targets for end in CLEANED})
     return done
 
 

@@ -219,13 +219,11 @@ def write_archive(path, pages):
              for kind, number, status, media, body in planted()]
     noise += damaged_members()
     info = b"software: teardown prepare_data.py\r\nformat: WARC File Format 1.0\r\n"
-    parts, done = [member(record("warcinfo", "", info, "application/warc-fields"))], 0
-    for number, (module, html) in enumerate(pages.items(), 1):
+    parts = [member(record("warcinfo", "", info, "application/warc-fields"))]
+    for number, (module, html) in enumerate(pages.items()):
         url = f"http://{PAGES_HOST}/{module}.html"
         parts += map(member, exchange(url, "200 OK", "text/html; charset=utf-8", html.encode("utf-8")))
-        due = number * len(noise) // len(pages)
-        parts += noise[done:due]
-        done = due
+        parts += noise[number * len(noise) // len(pages):(number + 1) * len(noise) // len(pages)]
     write_atomic(path, b"".join(parts))
 
 
@@ -246,7 +244,7 @@ def build_corpus(folder, limit, progress):
     write_archive(archive, pages)
     known = {"made_by": made_by, "sha256": sha256_file(archive), "pages": len(pages),
              "html_bytes": sum(len(html.encode("utf-8")) for html in pages.values()), "skipped": skipped,
-             "planted": {kind: count for kind, (count, _, _) in PLANTED.items()}, "damaged": DAMAGED}
+             "planted": {kind: count for kind, (count, _, _) in PLANTED.items()}}
     write_json(marker, known)
     if not any(empty.iterdir()):
         empty.rmdir()

@@ -17,6 +17,11 @@ from prepare.text import INVISIBLE, codec_of, decode, extract, language_of, norm
 ACCEPTED_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
 
 
+def first(reasons):
+    """The first of these reasons that holds, or None."""
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # From a record to clean text
 
@@ -27,11 +32,8 @@ def readable(page, settings):
 
 def protocol(page, settings):
     """HTTP status 200 and a declared type that is text. WET records, JSON lines and text files have neither."""
-    if "status" not in page:
-        return None
-    if page["status"] != 200:
-        return "http_status"
-    return None if page["content_type"] in ACCEPTED_TYPES else "content_type"
+    return None if "status" not in page else first({
+        "http_status": page["status"] != 200, "content_type": page["content_type"] not in ACCEPTED_TYPES})
 
 
 def decoded(page, settings):
@@ -63,19 +65,16 @@ def normalised(page, settings):
 def length(page, settings):
     size = len(page["text"])
     page["measures"]["log10_characters"] = math.log10(max(1, size))
-    if size < settings["min_chars"]:
-        return "too_short"
-    return "too_long" if size > settings["max_chars"] else None
+    return first({"too_short": size < settings["min_chars"], "too_long": size > settings["max_chars"]})
 
 
 def language(page, settings):
     page["language"], page["language_score"] = language_of(page["text"])
     page["measures"]["language_score"] = page["language_score"]
-    if page["language"] == "zxx":
-        return "no_language"
-    if settings["languages"] and page["language"] not in settings["languages"]:
-        return "other_language"
-    return "unsure_language" if page["language_score"] < settings["language_threshold"] else None
+    return first({
+        "no_language": page["language"] == "zxx",
+        "other_language": settings["languages"] and page["language"] not in settings["languages"],
+        "unsure_language": page["language_score"] < settings["language_threshold"]})
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -96,11 +95,6 @@ def ascii_share(page, settings):
 
 # --------------------------------------------------------------------------------------------------------------------
 # Rule sets for prose, each off unless named in the config
-
-def first(reasons):
-    """The first of these reasons that holds, or None."""
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
 
 STOP_WORDS = {"the", "be", "to", "of", "and", "that", "have", "with"}
 
