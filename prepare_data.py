@@ -238,11 +238,9 @@ def clean_inputs(paths, config, work):
     else:
         for target, path in todo.items():
             clean_file(path, target, settings)
-    done = [(target, read_json(target.with_suffix(".json"))) for target in targets]
-    print(f"input files: {len(todo)} cleaned, {len(paths) - len(todo)} cleaned before and unchanged; "
-          f"{sum(counts['documents'] for _, counts in done):,} documents left", flush=True)
+    print(f"input files: {len(todo)} cleaned, {len(paths) - len(todo)} cleaned before and unchanged", flush=True)
     remove_others(work, "[0-9a-f]" * 16 + ".*", {target.name + end for target in targets for end in CLEANED})
-    return done
+    return [(target, read_json(target.with_suffix(".json"))) for target in targets]
 
 
 def remove_others(folder, pattern, names):
@@ -351,9 +349,7 @@ def write_tokens(config, tokenizer, key, audit):
             writer.add([tokenizer.bos_id, *tokenizer.encode(document["text"]), tokenizer.eos_id])
             text_bytes += utf8_size(document)
         splits[split] = entry = writer.close() | {"text_bytes": text_bytes}
-        print(f"tokens/{split}: {entry['n_tokens']:,} tokens of {entry['n_docs']:,} documents in "
-              f"{len(entry['files'])} files, "
-              f"{text_bytes / max(1, entry['n_tokens'] - 2 * entry['n_docs']):.2f} bytes per token", flush=True)
+        print(f"tokens/{split}: {entry['n_tokens']:,} tokens of {entry['n_docs']:,} documents", flush=True)
     write_index(folder, tokenizer, splits, key=key, config_hash=config.hash, source_hash=audit["source_hash"])
     return read_json(folder / "index.json")
 
@@ -401,7 +397,7 @@ def check(config):
 
 
 def report(audit):
-    """Print what was lost in reading, the waterfall, and what is left of each split."""
+    """Print what was lost in reading, the waterfall, and the files of what is left."""
     for item in audit["inputs"]:
         if not item["whole"]:
             lost = ", ".join(f"{name} {count:,}" for name, count in item["losses"].items())

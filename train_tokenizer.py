@@ -32,7 +32,6 @@ import heapq
 import itertools
 import os
 import re
-import time
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -213,22 +212,18 @@ def main(config):
     config.save(folder)
 
     # 2. The pieces of the training text, each with its count.
-    start = time.perf_counter()
     texts = (document["text"] for document in read_documents(config.data_dir, "train"))
     texts = tqdm(texts, unit=" docs", desc="counting", disable=None)     # only on a terminal
     counts = count_in_parallel(texts, PATTERNS["gpt4"], config.workers or os.cpu_count())
     words = {piece.encode(): count for piece, count in counts.items()}
     if not words:
         refuse(f"{config.data_dir}/docs: there is no text in it, so there is nothing to learn from.")
-    print(f"counted {sum(words.values()):,} pieces, {len(words):,} different ones, "
-          f"in {time.perf_counter() - start:.1f} s")
+    print(f"counted {sum(words.values()):,} pieces, {len(words):,} different ones")
 
     # 3. Merges, until the vocabulary is full or no pair is left that occurs often enough.
-    start = time.perf_counter()
     wanted = config.vocab_size - 256 - len(SPECIAL_TOKENS)
     with tqdm(total=wanted, unit=" merges", desc="merging", disable=None) as bar:
         merges = train(words, wanted, config.min_frequency, bar.update)
-    print(f"made {len(merges):,} merges in {time.perf_counter() - start:.1f} s")
     if len(merges) < wanted:
         print(f"vocab_size = {config.vocab_size} was asked for, but no pair is left that occurs min_frequency = "
               f"{config.min_frequency} times:\n  the vocabulary has {256 + len(merges) + len(SPECIAL_TOKENS)} tokens. "

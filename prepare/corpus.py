@@ -132,50 +132,51 @@ def page_of(title, sentences):
     return f"<!DOCTYPE html>\n<html><head><title>{title}</title></head>\n<body>\n{body}\n</body></html>\n"
 
 
+def content_of(kind, number):
+    """What a planted page holds: text, or bytes where the bytes are the point."""
+    draw = random.Random(f"{kind} {number}")
+    sentences, more = story(draw), ""
+    if kind in MAGIC:
+        return MAGIC[kind] + draw.randbytes(2000)
+    if kind == "undecodable":
+        return b"<html><body>" + draw.randbytes(3000).replace(b"<", b"\xff") + b"\xff\xfe</body></html>"
+    if kind == "script_only":
+        return f"<html><head><script>n = {number};</script></head><body><script>go(n)</script></body></html>"
+    if kind == "exact_copy":
+        return content_of("prose", number)
+    if kind == "near_copy":
+        # Another last sentence: 13 of some 1000 word 5-grams differ, so the resemblance is about 0.97.
+        html = content_of("prose", number)
+        end = html.rindex(". ") + 2
+        return html[:end] + story(draw, 1)[0] + html[html.index("</p>", end):]
+    if kind == "boilerplate":
+        sentences = ["Home", "Products", "About us", "Contact", f"Copyright 20{number:02d}"]
+    elif kind in PHRASES:
+        sentences = draw.choices(PHRASES[kind], k=30)
+    elif kind == "gibberish":
+        sentences = ["".join(draw.choices("bcdfghjklmnpqrstvwxz", k=draw.randint(4, 11))) for _ in range(300)]
+    elif kind == "ruler":
+        sentences, more = sentences[:3], "<p>" + "-" * 8000 + "</p>"
+    elif kind == "braille":
+        sentences, more = sentences[:12], f"<p>{''.join(chr(0x2801 + draw.randrange(255)) for _ in range(4000))}</p>"
+    elif kind == "latin1_as_utf8":
+        sentences = [sentence.replace("notebook", "café notebook") for sentence in sentences] + ["Là, Zoë?"]
+    elif kind == "utf8_as_latin1":
+        sentences.append("The café “Zoë” is over there — voilà.")
+    elif kind == "controls":
+        sentences = [sentence.replace(" ", " \u202e\u200b", 1).replace(".", "\u202c.\u00ad&#0;\x00")
+                     for sentence in sentences]
+    html = page_of(f"{kind} {number}", sentences).replace("</body>", more + "</body>")
+    return html.encode("cp1252") if kind == "latin1_as_utf8" else html
+
+
 def planted():
     """Yield (kind, number, status line, content type or None, body) of every planted response."""
-    prose = []
     for kind, (count, _, _) in PLANTED.items():
         for number in range(count):
-            draw = random.Random(f"{kind} {number}")
-            title, sentences = f"{kind} {number}", story(draw)
-            body = html = None
-            if kind in MAGIC:
-                body = MAGIC[kind] + draw.randbytes(2000)
-            elif kind == "undecodable":
-                body = b"<html><body>" + draw.randbytes(3000).replace(b"<", b"\xff") + b"\xff\xfe</body></html>"
-            elif kind == "script_only":
-                html = f"<html><head><script>n = {number};</script></head><body><script>go(n)</script></body></html>"
-            elif kind == "boilerplate":
-                sentences = ["Home", "Products", "About us", "Contact", f"Copyright 20{number:02d}"]
-            elif kind in PHRASES:
-                sentences = draw.choices(PHRASES[kind], k=30)
-            elif kind == "gibberish":
-                sentences = ["".join(draw.choices("bcdfghjklmnpqrstvwxz", k=draw.randint(4, 11))) for _ in range(300)]
-            elif kind == "ruler":
-                html = page_of(title, sentences[:3]).replace("</body>", "<p>" + "-" * 8000 + "</p></body>")
-            elif kind == "braille":
-                dots = "".join(chr(0x2801 + draw.randrange(255)) for _ in range(4000))
-                html = page_of(title, sentences[:12]).replace("</body>", f"<p>{dots}</p></body>")
-            elif kind == "prose":
-                prose.append(page_of(title, sentences))
-            elif kind == "exact_copy":
-                html = prose[number]
-            elif kind == "near_copy":
-                # Another last sentence: 13 of some 1000 word 5-grams differ, so the resemblance is about 0.97.
-                html = prose[number]
-                end = html.rindex(". ") + 2
-                html = html[:end] + story(draw, 1)[0] + html[html.index("</p>", end):]
-            elif kind == "latin1_as_utf8":
-                sentences = [sentence.replace("notebook", "café notebook") for sentence in sentences] + ["Là, Zoë?"]
-                body = page_of(title, sentences).encode("cp1252")
-            elif kind == "utf8_as_latin1":
-                sentences.append("The café “Zoë” is over there — voilà.")
-            elif kind == "controls":
-                sentences = [sentence.replace(" ", " \u202e\u200b", 1).replace(".", "\u202c.\u00ad&#0;\x00")
-                             for sentence in sentences]
-            body = body or (html or page_of(title, sentences)).encode("utf-8")
-            yield kind, number, STATUS.get(kind, "200 OK"), MEDIA.get(kind, "text/html; charset=utf-8"), body
+            body = content_of(kind, number)
+            yield (kind, number, STATUS.get(kind, "200 OK"), MEDIA.get(kind, "text/html; charset=utf-8"),
+                   body.encode("utf-8") if isinstance(body, str) else body)
 
 
 # --------------------------------------------------------------------------------------------------------------------
