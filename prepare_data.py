@@ -114,8 +114,9 @@ def progress(items, total, label):
             print(f"{label}: {number:,}{f' of {total:,}' if total else ''}", flush=True)
 
 
-def utf8_size(document):
-    return len(document["text"].encode("utf-8", "replace"))
+def size_of(page):
+    """Bytes of its text, or of what it has as long as it has none."""
+    return len(page["text"].encode("utf-8", "replace") if "text" in page else page["body"])
 
 
 class DocumentFile:
@@ -130,7 +131,7 @@ class DocumentFile:
     def add(self, document):
         self.stream.write(json.dumps(document, ensure_ascii=False).encode("utf-8") + b"\n")
         self.documents += 1
-        self.bytes += utf8_size(document)
+        self.bytes += size_of(document)
 
     def close(self):
         self.stream.close()
@@ -182,16 +183,14 @@ def clean_file(path, target, settings, alone=True):
 def passes(page, steps, settings, audit):
     """Run one page through the filters and count it; whether it is kept."""
     measures = page["measures"] = {}
-    size = utf8_size(page) if "text" in page else len(page["body"])
+    size = size_of(page)
     for step in steps:
-        before = page.get("text")
         reason = step(page, settings)
-        size_after = size if page.get("text") is before else utf8_size(page)
+        before, size = size, size_of(page)
         told = " ".join(f"{name}={value:.4g}" for name, value in measures.items())
-        judge(audit["filters"][step.__name__], page, reason, size, size_after, told)
+        judge(audit["filters"][step.__name__], page, reason, before, size, told)
         if reason:
             break
-        size = size_after
     else:
         for note in [f"decoded_by_{page['decoded_by']}", *(NOTES[key] for key in NOTES if page.get(key))]:
             tally(audit["notes"], note, page, size)
@@ -290,15 +289,16 @@ def cleaned_documents(done):
 
 def write_documents(done, config, folder, audit):
     """Drop duplicates, split the rest by page and write docs/; their entries for audit.json."""
-    parts = []
+    rows, paragraphs = [], []
     for target, _ in done:
         try:
             with np.load(target.with_suffix(".npz")) as arrays:
-                parts.append(dict(arrays))
+                rows.append(arrays["rows"])
+                paragraphs.append(arrays["paragraphs"])
         except (ValueError, EOFError, zipfile.BadZipFile) as error:
             refuse(f"{target}.npz is damaged: {error}; delete it and run the same command again")
-    rows, paragraphs = (np.concatenate([part[name] for part in parts]) for name in ("rows", "paragraphs"))
-    kept, why, again = deduplicate(rows, paragraphs, config)
+    rows = np.concatenate(rows)
+    kept, why, again = deduplicate(rows, np.concatenate(paragraphs), config)
     places = rows["place"]
     held_out = places < config.val_fraction
     if config.val_fraction > 0 and kept.sum() > 1 and not (held_out & kept).any():
@@ -307,7 +307,7 @@ def write_documents(done, config, folder, audit):
     folder.mkdir(exist_ok=True)
     entries, open_files = [], {}
     for number, document in enumerate(cleaned_documents(done)):
-        size = utf8_size(document)
+        size = size_of(document)
         dropped_by, detail = why.get(number, (None, ""))
         if kept[number] and again[number].any():
             paragraphs = zip(document["text"].split(PARAGRAPH_BREAK), again[number], strict=True)
@@ -315,7 +315,7 @@ def write_documents(done, config, folder, audit):
             document["length"] = len(document["text"])
         for name in DUPLICATES:
             reason = name if name == dropped_by else None
-            size_after = utf8_size(document) if name == "repeated_paragraphs" else size
+            size_after = size_of(document) if name == "repeated_paragraphs" else size
             judge(audit["filters"][name], document, reason, size, size_after, detail)
             if reason:
                 break
@@ -347,7 +347,7 @@ def write_tokens(config, tokenizer, key, audit):
         total = sum(entry["documents"] for entry in audit["documents"] if entry["split"] == split)
         for document in progress(read_documents(config.data_dir, split), total, f"tokenising {split}"):
             writer.add([tokenizer.bos_id, *tokenizer.encode(document["text"]), tokenizer.eos_id])
-            text_bytes += utf8_size(document)
+            text_bytes += size_of(document)
         splits[split] = entry = writer.close() | {"text_bytes": text_bytes}
         print(f"tokens/{split}: {entry['n_tokens']:,} tokens of {entry['n_docs']:,} documents", flush=True)
     write_index(folder, tokenizer, splits, key=key, config_hash=config.hash, source_hash=audit["source_hash"])

@@ -21,8 +21,8 @@ def folder_of(run_dir, kind, step):
 
 def steps_of(run_dir, kind):
     """Steps of the checkpoints in a run's folder, newest first; temporary and abandoned ones are none."""
-    pattern = re.compile(PREFIX[kind] + r"_(\d{8})")
-    return sorted((int(m[1]) for m in map(pattern.fullmatch, os.listdir(run_dir)) if m), reverse=True)
+    found = Path(run_dir).glob(f"{PREFIX[kind]}_" + "[0-9]" * 8)
+    return sorted((int(folder.name[-8:]) for folder in found), reverse=True)
 
 
 def publish(temporary, final):
@@ -69,8 +69,6 @@ def verify(folder):
 
 def newest(run_dir, kind="light"):
     """The newest checkpoint in a run's folder that verifies, or None; prints which it skipped and why."""
-    if not Path(run_dir).is_dir():
-        return None
     for step in steps_of(run_dir, kind):
         folder = folder_of(run_dir, kind, step)
         problems = verify(folder)

@@ -27,6 +27,7 @@ HTTP_HEAD_LIMIT = 1 << 20
 STATUS_LINE = re.compile(rb"HTTP/\S*\s+([0-9]{3})\b", re.IGNORECASE)
 BLANK_LINE = re.compile(rb"\r?\n\r?\n")
 CHUNK_HEAD = re.compile(rb"(?:\r?\n)?([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\n]*)?\r?\n")
+VERSION_LINE = re.compile(rb"WARC/\d+\.\d+\s*")
 NEXT_RECORD = re.compile(rb"\r?\n(?=WARC/[01]\.\d+[ \t]*\r?\n[A-Za-z-]+:)")
 
 
@@ -83,7 +84,7 @@ def records(window, losses):
     """Yield (headers, block) of each record. Never splits on text inside a block whose declared length is right."""
     skipped = 0
     while line := window.line(LINE_LIMIT):
-        if not line.startswith(b"WARC/"):
+        if not VERSION_LINE.fullmatch(line):
             skipped += len(line.strip())
             continue
         headers = read_headers(window)
@@ -94,7 +95,6 @@ def records(window, losses):
         if not re.fullmatch(r"[0-9]{1,18}", declared) or int(declared) > RECORD_LIMIT:
             # No way to know where the block ends: the record is lost, the next one begins where a line says so.
             losses["bad_length"] += 1
-            skipped += skip_to_record(window)
             continue
         block = window.take(int(declared))
         short = len(block) < int(declared)
@@ -137,20 +137,6 @@ def parse_headers(lines, charset):
             name = before.strip().lower()
             headers.setdefault(name, value.strip())
     return headers
-
-
-def skip_to_record(window):
-    """Move to just before the next line that begins a record; the number of bytes passed."""
-    passed = 0
-    while True:
-        before = len(window.buffer)
-        ended = window.fill(before + 1) == before
-        if found := NEXT_RECORD.search(window.buffer):
-            return passed + len(window.take(found.end()))
-        keep = 0 if ended else 256                                      # the mark itself may be cut by the buffer's end
-        passed += len(window.take(max(0, len(window.buffer) - keep)))
-        if ended:
-            return passed
 
 
 # --------------------------------------------------------------------------------------------------------------------
