@@ -46,7 +46,8 @@ def write_atomic(path, content):
     """Writes bytes or text to `path`, making its folder. What stood there stays until the new content is safe."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
-    content = content.encode("utf-8") if isinstance(content, str) else content
+    # Half of a surrogate pair, as names that are not UTF-8 have, becomes the escape that JSON has for it.
+    content = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:

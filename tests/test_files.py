@@ -35,6 +35,12 @@ def test_json_round_trip(tmp_path):
     assert os.listdir(path.parent) == ["a.json"]
 
 
+def test_a_name_that_is_not_utf8_can_be_written(tmp_path):
+    """The command line may hold one: Python has half of a surrogate pair in each such byte's place."""
+    write_json(tmp_path / "a.json", {"argv": ["--inputs=caf\udce9", "é"]})
+    assert read_json(tmp_path / "a.json")["argv"] == ["--inputs=caf\udce9", "é"]
+
+
 @pytest.mark.parametrize("content, words", [
     (b'{"a": 1,\n "b": }', ["damaged", "line 2"]),
     (b'{"a": "\xff"}', ["damaged", "position 7"]),
