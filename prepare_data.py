@@ -447,7 +447,7 @@ def prepare(config, root, paths):
     source_hash = digest([target.name for target, _ in done])
     key = digest(source_hash, config.minhash_threshold, config.val_fraction)
     audit_file = root / "audit.json"
-    audit = read_json(audit_file) if audit_file.exists() else {}
+    audit = read_json(audit_file, {})
     files = {entry["file"]: entry["sha256"] for entry in audit.get("documents", ())}
     if audit.get("key") == key and intact(root, files):
         print("documents: done before and unchanged")
@@ -475,8 +475,7 @@ def prepare(config, root, paths):
         return
     tokenizer = Tokenizer.load(root / "tokenizer")
     tokens_key = digest(key, [entry["sha256"] for entry in audit["documents"]], tokenizer.hash, config.hash)
-    index_file = root / "tokens" / "index.json"
-    index = read_json(index_file) if index_file.exists() else {}
+    index = read_json(root / "tokens" / "index.json", {})
     if index.get("key") == tokens_key and intact(root / "tokens", token_files(index)):
         print("tokens: done before and unchanged")
     else:

@@ -203,8 +203,7 @@ def main(config):
     files = [*sorted(Path(config.data_dir, "docs").glob("*.jsonl.zst")), *map(Path, config.compare)]
     made_from = {"vocab_size": config.vocab_size, "min_frequency": config.min_frequency,
                  "files": [[file.name, sha256_file(file)] for file in files]}
-    report_file = folder / "report.json"
-    report = read_json(report_file) if report_file.exists() else {}
+    report = read_json(folder / "report.json", {})
     if report.get("made_from") == made_from and intact(folder, report["files"]):
         print(f"{folder}: already done ({report['vocab_size']} tokens, hash {report['hash'][:16]})")
         return print_report(report)
@@ -246,7 +245,7 @@ def main(config):
         "config_hash": config.hash, "made_from": made_from, "held_out": measure(config, tokenizer, others),
         "files": {name: sha256_file(folder / name) for name in names},
     }
-    write_json(report_file, report)
+    write_json(folder / "report.json", report)
     print(f"{folder}: {tokenizer.vocab_size:,} tokens, hash {tokenizer.hash[:16]}")
     print_report(report)
     lock.close()

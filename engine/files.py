@@ -73,8 +73,11 @@ def write_json(path, obj):
     write_atomic(path, json.dumps(plain(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_json(path):
-    """The dict in `path`; refuses a file that is missing, damaged, or written by a newer version than this one."""
+def read_json(path, missing=None):
+    """The dict in `path`; refuses a file that is damaged or written by a newer version than this one, and also one that
+    is not there, unless `missing` says what to take for it."""
+    if missing is not None and not Path(path).exists():
+        return missing
     try:
         obj = json.loads(Path(path).read_bytes().decode("utf-8"))
     except OSError as error:

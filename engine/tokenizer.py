@@ -239,8 +239,7 @@ def _from_json(file):
         refuse(f"{file} is not the whole tokenizer.json of a byte-level BPE ({type(error).__name__}: {error}).")
     if wrong := [reason for reason, holds in reasons.items() if holds]:
         refuse(*(f"{file}: {reason}. Its tokens could not be reproduced exactly." for reason in wrong))
-    config = file.with_name("tokenizer_config.json")
-    config = read_json(config) if config.is_file() else {}
+    config = read_json(file.with_name("tokenizer_config.json"), {})
     roles = {}
     for role in ("bos", "eos", "pad"):
         name = config.get(f"{role}_token", f"<|{role}|>")

@@ -234,7 +234,7 @@ def build_corpus(folder, limit, progress):
     archive, marker = folder / "pydoc.warc.gz", folder / "pydoc.json"
     program = [sha256_file(Path(__file__).with_name(name)) for name in ("corpus.py", "phrases.json", "render.py")]
     made_by = hashlib.sha256(repr([sys.version, limit, program]).encode()).hexdigest()
-    known = read_json(marker) if marker.exists() else {}
+    known = read_json(marker, {})
     if known.get("made_by") == made_by and intact(folder, {archive.name: known["sha256"]}):
         return archive, known, False
     empty = folder / "empty"                                   # where the children run: nothing there to be found

@@ -89,17 +89,15 @@ def _next_member(raw, file):
 
 def _unzstd(file, losses):
     """All frames of a zstd file. (The library's own reader stops after the first one unless it is told not to.)"""
-    raw = file.read(ZSTD_CHUNK)
+    frame = None
     try:
-        while raw:
-            frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            while not frame.eof:
-                if not raw:
-                    losses["truncated"] = 1
-                    return
+        for raw in iter(lambda: file.read(ZSTD_CHUNK), b""):
+            while raw:
+                frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
                 yield frame.decompress(raw)
-                raw = b"" if frame.eof else file.read(ZSTD_CHUNK)
-            raw = frame.unused_data or file.read(ZSTD_CHUNK)
+                raw, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+        if frame:
+            losses["truncated"] = 1
     except zstandard.ZstdError:
         losses["bad_zstd"] += 1
 
