@@ -50,41 +50,32 @@ def chunks(path, losses, max_decompressed):
 
 def _gunzip(file, losses):
     """The members of a gzip file, one after the other, with zeros allowed between them as tapes leave them."""
-    raw, healthy = b"", True                           # not healthy: between damage and the next member that is sound
-    while True:
-        raw, passed = _next_member(raw, file)
-        if passed and healthy:
-            losses["bad_gzip"] += 1
-            healthy = False
-        if not raw:
-            return
-        member, tried = zlib.decompressobj(wbits=31), raw[1:]
-        try:
-            while not member.eof:
-                if not raw:
-                    tried = raw = file.read(CHUNK)
-                if not raw:
-                    losses["truncated"] = 1            # the file ends inside a member
-                    return
+    member, raw, healthy = None, b"", True             # not healthy: between damage and the next member that is sound
+    for piece in iter(lambda: file.read(CHUNK), b""):
+        raw += piece                                   # to the beginning of a head, if there is one
+        tried = raw
+        while raw:
+            if not member:
+                head = MEMBER.search(raw)
+                start = head.start() if head else len(raw)
+                if healthy and raw[:start].strip(b"\0"):
+                    losses["bad_gzip"] += 1
+                    healthy = False
+                raw = raw[start:]
+                if len(raw) < 4:
+                    break
+                member, tried = zlib.decompressobj(wbits=31), raw[1:]
+            try:
                 yield member.decompress(raw, PIECE)
                 raw = member.unconsumed_tail
-            raw, healthy = member.unused_data, True
-        except zlib.error:                             # damaged data or a wrong checksum
-            if healthy:
-                losses["bad_gzip"] += 1
-            raw, healthy = tried, False
-            yield b"\r\n\r\n"                        # so that the next record begins on a line of its own
-
-
-def _next_member(raw, file):
-    """(what is read of the next member, b"" at the end of the file; what was passed on the way there, zeros apart)."""
-    passed = b""
-    while not (head := MEMBER.search(raw)):
-        passed = passed or raw.strip(b"\0")
-        raw = file.read(CHUNK)
-        if not raw:
-            return b"", passed
-    return raw[head.start():], passed or raw[:head.start()].strip(b"\0")
+                if member.eof:
+                    raw, member, healthy = member.unused_data, None, True
+            except zlib.error:                         # damaged data or a wrong checksum
+                losses["bad_gzip"] += healthy
+                raw, member, healthy = tried, None, False
+                yield b"\r\n\r\n"                    # so that the next record begins on a line of its own
+    if member or raw:
+        losses["truncated"] = 1                        # the file ends inside a member
 
 
 def _unzstd(file, losses):
