@@ -131,7 +131,8 @@ PARAGRAPH_BREAK = "\n\n"       # a blank line, of which normalised text has at m
 
 def paragraph_hashes(text, min_chars):
     """(n, 2) uint64: for each paragraph of a text its hash, 0 for one of fewer than `min_chars` characters, and its
-    length in characters. Without case, accents, punctuation and the values of digits, as in CCNet. min_chars 0: none."""
+    length in characters. Case, accents, punctuation and the values of digits do not count, as in CCNet. min_chars 0:
+    no rows."""
     rows = []
     for paragraph in text.split(PARAGRAPH_BREAK) if min_chars else ():
         key = text_hash(" ".join(words_of(paragraph)) or paragraph)[:8] if len(paragraph) >= min_chars else b""
