@@ -5,7 +5,7 @@ Measures the models of a run on what they have not seen, beside what is to be be
     python evaluate.py config/demo.py --models=sft,DIR         a stage of the run, or any model's folder
     python evaluate.py config/demo.py --probes=MINE.jsonl      completions of your own, with expected answers
 
-Writes out_dir/evaluate.json and prints it as tables:
+Writes out_dir/evaluate.json and prints it as tables; a second call on the same models and data only prints. In it:
 
   text        loss and bits per byte on the held-out pages. Beside it, also where it looks bad: xz on the same bytes, xz
               that has seen the training text, bits per byte on lines that stand nowhere in the training text, and how
@@ -21,7 +21,7 @@ Writes out_dir/evaluate.json and prints it as tables:
 """
 import lzma
 import math
-import time
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,7 +36,9 @@ from engine.generate import generate
 from engine.hf import find_folder, read_model
 from engine.loss import token_losses
 from engine.manifest import steps_of
+from engine.run import fingerprint
 from engine.shards import TokenData
+from engine.tokenizer import Tokenizer
 
 data_dir = "data/demo"
 out_dir = "out/demo"
@@ -65,11 +67,8 @@ XZ_WINDOW = 64 << 20            # bytes that `xz -9e` looks back
 
 @torch.inference_mode()
 def token_nats(model, ids, config, setup):
-    """-log p of ids[1:], each from a window of at most block_size tokens that reaches back as far as it can. -> (n -
-    1,)
-
-    Windows begin every `stride` tokens, so each token but the first ones sees at least block_size - stride before
-    it."""
+    """-log p of ids[1:], (n - 1,), in windows of block_size tokens that begin every `stride` tokens: each token but the
+    first ones sees at least block_size - stride before it."""
     size, stride = model.config.block_size, min(config.stride, model.config.block_size)
     starts = [0] + list(range(stride, max(1, len(ids) - 1 - (size - stride)), stride))
     nats = np.empty(len(ids) - 1)
@@ -93,16 +92,13 @@ def text_scores(nats, targets, tokenizer, known_lines):
     """Loss and bits per byte: nats of the text's tokens / ln 2 / bytes, BOS and EOS in neither.
 
     *_new_lines: the same over lines that are not among known_lines. A token belongs to the line in which it begins."""
-    byte_counts = np.array([len(token) for token in tokenizer.token_bytes])
-    counts = byte_counts[targets]
+    counts = np.array([len(tokenizer.token_bytes[i]) for i in targets])
     text = (targets != tokenizer.bos_id) & (targets != tokenizer.eos_id)
     content = b"".join(tokenizer.token_bytes[i] for i in targets[text])
-    lines = content.split(b"\n")
-    is_new = np.array([bool(line.strip()) and line.strip() not in known_lines for line in lines])
-    line_of_byte = np.cumsum(np.frombuffer(content, dtype=np.uint8) == ord("\n"))
-    begins = np.concatenate([[0], np.cumsum(counts[text])[:-1]])
-    # A line feed itself belongs to the line that it ends: it lies before the count has risen.
-    new = is_new[line_of_byte[begins] - (np.frombuffer(content, dtype=np.uint8)[begins] == ord("\n"))]
+    is_new = np.array([line != b"" and line not in known_lines for line in map(bytes.strip, content.split(b"\n"))])
+    ends_line = np.frombuffer(content, dtype=np.uint8) == ord("\n")
+    line_of_byte = np.cumsum(ends_line) - ends_line      # a line feed itself belongs to the line that it ends
+    new = is_new[line_of_byte[np.cumsum(counts[text]) - counts[text]]]
     bits = nats[text] / math.log(2)
     return {"loss": nats[targets != tokenizer.bos_id].mean(), "bits_per_byte": bits.sum() / counts[text].sum(),
             "bits_per_byte_new_lines": bits[new].sum() / max(1, counts[text][new].sum()),
@@ -134,42 +130,32 @@ def documents_of(data, tokenizer, limit=None):
             if start < len(ids)]
 
 
-def grams(text, vocabulary):
-    """Hashes of all runs of GRAM words of a text, uint64. vocabulary: word -> number, filled as words come."""
-    words = np.array([vocabulary.setdefault(word, len(vocabulary)) for word in text.split()], dtype=np.uint64)
-    if len(words) < GRAM:
-        return np.zeros(0, dtype=np.uint64)
-    hashes = np.zeros(len(words) - GRAM + 1, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for i in range(GRAM):
-            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + words[i:i + len(hashes)] + np.uint64(1)
-            hashes ^= hashes >> np.uint64(29)
-    return hashes
-
-
-def stands_in(hashes, known):
-    """Which of the hashes are among known, which is sorted. (np.isin would sort all of known anew for every text.)"""
-    if not len(known):
-        return np.zeros(len(hashes), dtype=bool)
-    return known[np.searchsorted(known, hashes).clip(max=len(known) - 1)] == hashes
+def grams(text):
+    """Hashes of all runs of GRAM words of a text."""
+    words = text.split()
+    return [hash(tuple(words[i:i + GRAM])) for i in range(len(words) - GRAM + 1)]
 
 
 def leakage(train_documents, texts):
     """{name: what share of the 13-grams of the list texts[name] stands in the training text, and how many texts do}
 
     A text counts as found when one of its 13-grams is; one of fewer words when all of it stands there."""
-    vocabulary = {}
-    none = np.zeros(0, dtype=np.uint64)
-    known = np.unique(np.concatenate([none] + [grams(document, vocabulary) for document in train_documents]))
+    known = {gram for document in train_documents for gram in grams(document)}
     result = {}
     for name, pieces in texts.items():
-        hits = [stands_in(grams(piece, vocabulary), known) for piece in pieces]
-        found = [hit.any() if len(hit) else any(piece in document for document in train_documents)
+        hits = [[gram in known for gram in grams(piece)] for piece in pieces]
+        found = [any(hit) if hit else any(piece in document for document in train_documents)
                  for piece, hit in zip(pieces, hits)]
-        together = np.concatenate([none.astype(bool)] + hits)
-        result[name] = {"grams": len(together), "share": together.mean() if len(together) else None,
-                        "texts": len(pieces), "texts_found": int(sum(found))}
+        together = sum(hits, [])
+        result[name] = {"grams": len(together), "share": mean(together), "texts": len(pieces),
+                        "texts_found": sum(found)}
     return result
+
+
+def mean(values):
+    """The mean of the values that are not None; None when there are none."""
+    values = [value for value in values if value is not None]
+    return np.mean(values) if values else None
 
 
 # --- Answers ----------------------------------------------------------------------------------------------------------
@@ -197,22 +183,17 @@ def answers(model, tokenizer, entries, config, temperature=0.0):
 def question_scores(model, tokenizer, entries, config):
     """{kind: exact, format, stop shares}, and one over all of them, for held-out conversations of one question each."""
     asked = [{"messages": entry["messages"][:-1]} for entry in entries]
-    by_kind = {}
+    rows = {}
     for entry, (text, stopped, _) in zip(entries, answers(model, tokenizer, asked, config)):
         kind = entry.get("kind", "questions")
-        right = entry["messages"][-1]["content"]
         # A kind that is not ours has no format of its own; a remark has no one right answer.
         in_format = kinds.KINDS[kind].follows_format(text) if kind in kinds.KINDS else None
-        exact = None if kind == "remark" else text == right
-        by_kind.setdefault(kind, []).append((exact, in_format, stopped))
-    share = lambda values: None if None in values or not values else sum(values) / len(values)
-    names = ("exact", "format", "stop")
-    scores = {kind: {"n": len(rows), **{name: share(column) for name, column in zip(names, zip(*rows))}}
-              for kind, rows in by_kind.items()}
-    rows = sum(by_kind.values(), [])
-    known = [row for row in rows if row[1] is not None]
-    return scores, {"n": len(rows), "format": share([row[1] for row in known]), "stop": share([row[2] for row in rows]),
-                    "format_and_stop": share([row[1] and row[2] for row in known])}
+        exact = None if kind == "remark" else text == entry["messages"][-1]["content"]
+        rows.setdefault(kind, []).append({"exact": exact, "format": in_format, "stop": stopped,
+                                          "format_and_stop": in_format and stopped})
+    shares = lambda rows, *names: {"n": len(rows), **{name: mean(row[name] for row in rows) for name in names}}
+    return ({kind: shares(of_kind, "exact", "format", "stop") for kind, of_kind in rows.items()},
+            shares(sum(rows.values(), []), "format", "stop", "format_and_stop"))
 
 
 def remark_scores(model, tokenizer, prompts, config):
@@ -220,8 +201,8 @@ def remark_scores(model, tokenizer, prompts, config):
     made = answers(model, tokenizer, prompts, config, temperature=1.0)
     scores = np.array([remark.score(text) for text, _, _ in made])
     return {"n": len(made), "score": scores.mean(), "score_std": scores.std(),
-            "format": np.mean([remark.parse(text) is not None for text, _, _ in made]),
-            "stop": np.mean([stopped for _, stopped, _ in made]), "tokens": np.mean([size for _, _, size in made]),
+            "format": mean(remark.parse(text) is not None for text, _, _ in made),
+            "stop": mean(stopped for _, stopped, _ in made), "tokens": mean(size for _, _, size in made),
             "different": len({text for text, _, _ in made}) / len(made)}
 
 
@@ -236,10 +217,8 @@ def repetition(model, tokenizer, val, config):
     pages = list(zip(val.offsets, val.offsets[1:]))[:config.continuations]
     starts = [val.read(int(start), min(32, int(end - start))).tolist() for start, end in pages]
     made = [ids for ids, _ in complete(model, starts, config, config.continuation_tokens, {tokenizer.eos_id})]
-    bigrams = [list(zip(ids, ids[1:])) for ids in made if len(ids) > 1]
-    different = [len(set(pairs)) / len(pairs) for pairs in bigrams]
-    return {"n": len(made), "distinct_2": np.mean(different) if different else None,
-            "loops": np.mean([loops(ids) for ids in made])}
+    different = [len(set(zip(ids, ids[1:]))) / (len(ids) - 1) for ids in made if len(ids) > 1]
+    return {"n": len(made), "distinct_2": mean(different), "loops": mean(map(loops, made))}
 
 
 # --- Probes -----------------------------------------------------------------------------------------------------------
@@ -252,9 +231,8 @@ def wrong_probe(entry):
 
 def cut_inside(probe):
     """The probe with the prompt's last word cut in the middle, its rest expected too; None if it has one letter."""
-    words = probe["prompt"].split()
-    last = words[-1] if words else ""
-    if len(last) < 2 or not probe["prompt"].endswith(last):
+    last = re.search(r"\S*$", probe["prompt"])[0]
+    if len(last) < 2:
         return None
     rest = len(last) - len(last) // 2
     return {"prompt": probe["prompt"][:-rest], "expected": probe["prompt"][-rest:] + probe["expected"]}
@@ -262,72 +240,54 @@ def cut_inside(probe):
 
 def probe_scores(model, tokenizer, probes, config):
     """For each probe, as given and cut: whether the greedy completion begins with the expected text, and what it is."""
-    variants = [(i, "whole", probe) for i, probe in enumerate(probes)]
-    variants += [(i, "cut", cut) for i, probe in enumerate(probes) if (cut := cut_inside(probe))]
-    prompts = [[tokenizer.bos_id] + tokenizer.encode(probe["prompt"]) for _, _, probe in variants]
-    longest = max(len(tokenizer.encode(probe["expected"])) for _, _, probe in variants) + 4
-    made = complete(model, prompts, config, longest, {tokenizer.eos_id})
     rows = [{"prompt": probe["prompt"], "expected": probe["expected"]} for probe in probes]
-    for (i, name, probe), (ids, _) in zip(variants, made):
+    variants = [(row, name, variant) for name, form in (("whole", dict), ("cut", cut_inside)) for row in rows
+                if (variant := form(row))]
+    prompts = [[tokenizer.bos_id] + tokenizer.encode(variant["prompt"]) for _, _, variant in variants]
+    longest = max(len(tokenizer.encode(variant["expected"])) for _, _, variant in variants) + 4
+    made = complete(model, prompts, config, longest, {tokenizer.eos_id})
+    for (row, name, variant), (ids, _) in zip(variants, made):
         text = tokenizer.decode(ids)
-        rows[i][name] = text.startswith(probe["expected"])
-        rows[i][f"{name}_text"] = text
-    share = lambda name: sum(row.get(name, False) for row in rows) / max(1, sum(name in row for row in rows))
-    return {"n": len(rows), "whole": share("whole"), "cut": share("cut"), "probes": rows}
+        row.update({name: text.startswith(variant["expected"]), f"{name}_text": text})
+    return {"n": len(rows), "whole": mean(row["whole"] for row in rows), "cut": mean(row.get("cut") for row in rows),
+            "probes": rows}
 
 
 # --- Output -----------------------------------------------------------------------------------------------------------
 
-def percent(value):
-    return "-" if value is None else f"{100 * value:.0f}%"
-
-
-def row(label, cells, width=32):
-    print(f"{label:<{width}}" + "".join(f"{cell:>14}" for cell in cells))
-
-
 def print_report(result):
-    text, models = result["text"], result["models"]
+    """What evaluate.json holds, in tables with a column for each model."""
+    text, models, bars = result["text"], result["models"], result["kinds"]
+    show = lambda value, form: "-" if value is None else format(value, form)
+    row = lambda label, cells: print(f"{label:<32}" + "".join(f"{cell:>14}" for cell in cells))
+
+    def rows(part, form, **labels):
+        for key, label in labels.items():
+            row(label, [show((scores[part] if part else scores)[key], form) for scores in models.values()])
+
     print(f"\nheld-out pages: {text['tokens']:,} tokens, {text['bytes']:,} bytes; "
-          f"{percent(text['grams_in_training'])} of their {GRAM}-grams stand in the training text")
+          f"{show(text['grams_in_training'], '.0%')} of their {GRAM}-grams stand in the training text")
     row("", [name[-12:] for name in models])
-    for key, label in (("loss", "loss"), ("bits_per_byte", "bits per byte"),
-                       ("bits_per_byte_new_lines", "  on lines never seen")):
-        row(label, [f"{scores[key]:.3f}" for scores in models.values()])
+    rows(None, ".3f", loss="loss", bits_per_byte="bits per byte", bits_per_byte_new_lines="  on lines never seen")
     if "xz" in text:
         row("xz -9e on the same bytes", [f"{text['xz']:.3f}"])
         row("xz after the training text", [f"{text['xz_primed']:.3f}"])
         if not text["xz_window_covers_training_text"]:
             print(f"  (which is longer than the {XZ_WINDOW >> 20} MiB that it looks back)")
-    for part, key, label in (("repetition", "distinct_2", "different bigrams"),
-                             ("repetition", "loops", "texts that end in a loop"),
-                             ("probes", "whole", "probes as given"), ("probes", "cut", "probes, last word cut")):
-        row(label, [percent(scores[part][key]) for scores in models.values()])
-    if result["kinds"]:
-        print_questions(result)
-
-
-def print_questions(result):
-    models = result["models"]
-    print("\nheld-out questions, exact answers")
-    row(f"{'kind':<12}{'n':>4}{'baseline':>11}", [name[-12:] for name in models])
-    for kind, bar in result["kinds"].items():
-        scores = {name: models[name]["questions"][kind] for name in models}
-        n = next(iter(scores.values()))["n"]
-        if kind == "remark":
-            continue
-        row(f"{kind:<12}{n:>4}{percent(bar['best_baseline']):>11}",
-            [percent(score["exact"]) + (" *" if name in bar["generalised"] else "  ")
-             for name, score in scores.items()])
-    print(f"* {100 * LEAD:.0f} points or more above the best of: a constant answer, copying from the prompt, the "
-          "nearest training answer")
-    for key, label in (("format", "in the right format"), ("stop", "end by themselves"), ("format_and_stop", "both")):
-        row(label, [percent(scores["all_questions"][key]) + "  " for scores in models.values()])
+    rows("repetition", ".0%", distinct_2="different bigrams", loops="texts that end in a loop")
+    rows("probes", ".0%", whole="probes as given", cut="probes, last word cut")
+    if not bars:
+        return
+    print("\nheld-out questions, exact answers (* generalised)")
+    row("kind           n   best baseline", [name[-12:] for name in models])
+    for kind, bar in bars.items():
+        scores = {name: model["questions"][kind] for name, model in models.items()}
+        row(f"{kind:<12}{[score['n'] for score in scores.values()][0]:>4}{show(bar['best_baseline'], '.0%'):>16}",
+            [show(score["exact"], ".0%") + " *" * (name in bar["generalised"]) for name, score in scores.items()])
+    rows("all_questions", ".0%", format="in the right format", stop="end by themselves", format_and_stop="both")
     print("\nremarks, sampled")
-    for key, label, form in (("score", "programmatic score", ".2f"), ("score_std", "its standard deviation", ".2f"),
-                             ("format", "share in the grammar", ".2f"), ("stop", "share that end by themselves", ".2f"),
-                             ("tokens", "tokens", ".1f")):
-        row(label, [f"{scores['remarks'][key]:{form}}  " for scores in models.values()])
+    rows("remarks", ".2f", score="programmatic score", score_std="its standard deviation",
+         format="share in the grammar", stop="share that end by themselves", tokens="tokens")
     leaks = [f"{leak['texts_found']} of {leak['texts']} {name}" for name, leak in result["leakage"].items()
              if name != "held-out pages"]
     print(f"in the training shards (a {GRAM}-gram of it, or all of a shorter one): {', '.join(leaks)}")
@@ -336,14 +296,13 @@ def print_questions(result):
 def open_models(config):
     """{name: folder} of the models that are there; refuses when none is."""
     found, missing = {}, []
-    for name in [name.strip() for name in config.models.split(",") if name.strip()]:
-        folder = Path(config.out_dir) / name
-        folder = folder if folder.is_dir() else Path(name)
-        if folder == Path(config.out_dir) / name and not (steps_of(folder, "light") or [*folder.glob("*.safetensors")]):
-            continue                               # a stage that has only begun is one that is not there
-        if folder.is_dir():
+    for name in filter(None, map(str.strip, config.models.split(","))):
+        stage, folder = Path(config.out_dir) / name, Path(name)
+        if stage.is_dir() and (steps_of(stage, "light") or any(stage.glob("*.safetensors"))):
+            found[name] = find_folder(stage)
+        elif folder.is_dir():
             found[name] = find_folder(folder)
-        elif "/" in name:
+        elif "/" in name:                          # a stage that has not begun, or has no checkpoint yet, is left out
             missing.append(f"{name}: no such folder, neither there nor in {config.out_dir}")
     if missing or not found:
         refuse(*(missing or [f"{config.out_dir} has none of the models {config.models}. Train one first:",
@@ -360,79 +319,77 @@ def sample_questions(entries, config):
     return [entry for rows in by_kind.values() for entry in spread(rows)]
 
 
-def check(config):
-    """Refuses settings that make no sense, all at once."""
+def main(config):
     problems = config.below_one("stride", "batch_size", "questions", "remarks", "continuations", "continuation_tokens",
                                 "max_new_tokens")
     if config.text_tokens and config.text_tokens < 16:
         problems.append(f"text_tokens must be 0 (all) or at least 16, found {config.text_tokens}")
     if problems:
         refuse(*problems)
-
-
-def main(config):
-    # 1. What there is to measure, and with what.
-    check(config)
     setup = parallel.start(config.device, config.dtype, None, config.threads, config.seed)
     if setup.world > 1:
         refuse("evaluate.py runs in one process: start it with python, not with torchrun")
-    folders, chat_folder = open_models(config), Path(config.data_dir) / "chat"
-    probes = chat.read_lines(config.probes, wrong_probe)
-    has_chat = (chat_folder / "index.json").exists()
-    questions, prompts, bars = [], [], {}
-    if has_chat:
-        questions = sample_questions(chat.read_conversations(chat_folder / "conversations_val.jsonl"), config)
-        prompts = chat.read_prompts(chat_folder / "prompts_val.jsonl")[:config.remarks]
-        bars = read_json(chat_folder / "baselines.json")["kinds"]
-    result = {"config_hash": config.hash, "models": {}}
-    started = time.perf_counter()
 
-    # 2. Each model, on everything. The text is read with the model's own tokenizer, which the shards must belong to.
+    # 1. What there is to measure, and with what. Nothing to do when this very thing was measured before.
+    folders, tokens, chat_data = open_models(config), Path(config.data_dir) / "tokens", Path(config.data_dir) / "chat"
+    output = Path(config.out_dir) / "evaluate.json"
+    inputs = [*folders.values(), Path(config.probes), tokens / "index.json"]
+    inputs += [chat_data / name for name in ("index.json", "conversations_val.jsonl", "prompts_val.jsonl",
+                                             "baselines.json")]
+    made_from = {"config_hash": config.hash, **{str(path): fingerprint(path) for path in inputs if path.exists()}}
+    if output.exists() and (before := read_json(output)).get("made_from") == made_from:
+        setup.say(f"{output}: already done; to measure anew, remove it")
+        return print_report(before)
+    probes = chat.read_lines(config.probes, wrong_probe)
+    questions, prompts, bars = [], [], {}
+    if (chat_data / "index.json").exists():
+        questions = sample_questions(chat.read_conversations(chat_data / "conversations_val.jsonl"), config)
+        prompts = chat.read_prompts(chat_data / "prompts_val.jsonl")[:config.remarks]
+        bars = read_json(chat_data / "baselines.json")["kinds"]
+
+    # 2. The text itself: what is known of it, and what xz makes of it, in a thread beside the models.
+    shards = lambda split, tokenizer: TokenData(tokens, split, tokenizer.hash, config.command("prepare_data.py"))
+    tokenizer = Tokenizer.load(next(iter(folders.values())))
+    train_documents = documents_of(shards("train", tokenizer), tokenizer)
+    val_documents = documents_of(shards("val", tokenizer), tokenizer, config.text_tokens or None)
+    known_lines = {line.strip() for document in train_documents for line in document.split(b"\n")}
+    xz = config.compare_xz and ThreadPoolExecutor(1).submit(xz_bits, b"".join(train_documents), b"".join(val_documents))
+    leaks = leakage(train_documents, {
+        "held-out pages": val_documents,
+        "probes": [(probe["prompt"] + probe["expected"]).encode() for probe in probes],
+        "held-out questions": [entry["messages"][0]["content"].encode() for entry in questions],
+        "held-out answers": [entry["messages"][-1]["content"].encode() for entry in questions]})
+
+    # 3. Each model, on everything. The text is read with the model's own tokenizer, which the shards must belong to.
+    models = {}
     for name, folder in folders.items():
-        began = time.perf_counter()
         model, tokenizer = read_model(folder)
         model.to(setup.device).eval()
-        rebuild = config.command("prepare_data.py")
-        val, train = (TokenData(Path(config.data_dir) / "tokens", split, tokenizer.hash, rebuild)
-                      for split in ("val", "train"))
-        if not result["models"]:
-            # 3. The text itself: what is known of it, and what xz makes of it, in a thread beside the models.
-            train_documents = documents_of(train, tokenizer)
-            known_lines = {line.strip() for document in train_documents for line in document.split(b"\n")}
-            ids = val.read(0, val.n_tokens)[:config.text_tokens or None]
-            val_documents = documents_of(val, tokenizer, config.text_tokens or None)
-            helper = ThreadPoolExecutor(1)
-            xz = config.compare_xz and helper.submit(xz_bits, b"".join(train_documents), b"".join(val_documents))
-            result["leakage"] = leakage(train_documents, {
-                "held-out pages": val_documents,
-                "probes": [(probe["prompt"] + probe["expected"]).encode() for probe in probes],
-                "held-out questions": [entry["messages"][0]["content"].encode() for entry in questions],
-                "held-out answers": [entry["messages"][-1]["content"].encode() for entry in questions]})
+        val = shards("val", tokenizer)
+        ids = val.read(0, config.text_tokens or val.n_tokens)
         scores = text_scores(token_nats(model, ids, config, setup), ids[1:], tokenizer, known_lines)
         scores["repetition"] = repetition(model, tokenizer, val, config)
         scores["probes"] = probe_scores(model, tokenizer, probes, config)
         if questions:
             scores["questions"], scores["all_questions"] = question_scores(model, tokenizer, questions, config)
-        if prompts:
             scores["remarks"] = remark_scores(model, tokenizer, prompts, config)
-        result["models"][name] = {"folder": str(folder), "seconds": time.perf_counter() - began, **scores}
-        setup.say(f"measured {name} ({folder}) in {result['models'][name]['seconds']:.0f} s")
+        models[name] = {"folder": str(folder), **scores}
+        setup.say(f"measured {name} ({folder})")
 
     # 4. Side by side.
-    result["text"] = {"tokens": len(ids), "bytes": sum(map(len, val_documents)),
-                      "grams_in_training": result["leakage"]["held-out pages"]["share"], **(xz.result() if xz else {})}
-    result["kinds"] = {}
-    for kind in dict.fromkeys(entry.get("kind", "questions") for entry in questions):
+    by_kind = {}
+    for kind in scores.get("questions", {}):
         best = bars.get(kind, {}).get("best")
-        exact = {name: scores["questions"][kind]["exact"] for name, scores in result["models"].items()}
-        result["kinds"][kind] = {
-            "best_baseline": best, "baselines": bars.get(kind),
-            "generalised": [name for name, share in exact.items()
-                            if None not in (best, share) and share >= best + LEAD]}
-    result["seconds"] = time.perf_counter() - started
-    write_json(Path(config.out_dir) / "evaluate.json", result)
-    print_report(result)
-    setup.say(f"\n{result['seconds']:.0f} s; all of it in {config.out_dir}/evaluate.json")
+        exact = {name: measured["questions"][kind]["exact"] for name, measured in models.items()}
+        by_kind[kind] = {"best_baseline": best, "baselines": bars.get(kind),
+                         "generalised": [name for name, share in exact.items()
+                                         if None not in (best, share) and share >= best + LEAD]}
+    write_json(output, {
+        "made_from": made_from, "models": models, "leakage": leaks, "kinds": by_kind,
+        "text": {"tokens": len(ids), "bytes": sum(map(len, val_documents)),
+                 "grams_in_training": leaks["held-out pages"]["share"], **(xz.result() if xz else {})}})
+    print_report(read_json(output))
+    setup.say(f"\nall of it in {output}")
 
 
 if __name__ == "__main__":

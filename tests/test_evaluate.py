@@ -89,8 +89,7 @@ def test_leakage_finds_what_was_planted_and_nothing_else():
 def test_hashes_of_grams_do_not_collide_and_know_the_order():
     rng = random.Random(1)
     texts = {" ".join(rng.choice("abcd") for _ in range(13)) for _ in range(5000)}
-    vocabulary = {}
-    hashes = [int(evaluate.grams(text.encode(), vocabulary)[0]) for text in texts]
+    hashes = [int(evaluate.grams(text.encode())[0]) for text in texts]
     assert len(set(hashes)) == len(texts)
 
 
@@ -219,6 +218,30 @@ def test_everything_is_measured_for_every_model_there_is(run, capsys):
                                         "generalised": []}
     assert "bits per byte" in said and "xz after the training text" in said and "spell" in said
     assert run("--compare_xz=False")["models"]["sft"]["loss"] == result["models"]["sft"]["loss"]
+
+
+def test_what_was_measured_is_not_measured_again_unless_something_has_changed(run, capsys, monkeypatch):
+    first = run("--compare_xz=False")
+    table = capsys.readouterr().out.split("\nheld-out pages")[1].split("\nall of it")[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "read_model", lambda *_: pytest.fail("it was measured again"))
+        assert run("--compare_xz=False") == first
+    said = capsys.readouterr().out
+    assert "already done" in said and table in said
+    hf.save_model(run.folder / "out" / "sft", small_llama(7), byte_tokenizer())       # trained anew
+    again = run("--compare_xz=False")
+    assert again["models"]["pretrain"] == first["models"]["pretrain"] and again["models"]["sft"] != first["models"]["sft"]
+    probes = run.folder / "probes.jsonl"
+    probes.write_text('{"prompt": "one", "expected": " two"}\n')
+    assert run(f"--probes={probes}")["models"]["sft"]["probes"]["n"] == 1
+
+
+def test_an_absolute_folder_without_a_model_is_refused_and_not_left_out(run, capsys):
+    empty = run.folder / "empty"
+    empty.mkdir()
+    with pytest.raises(SystemExit) as stop:
+        run(f"--models=sft,{empty}")
+    assert stop.value.code == 2 and f"{empty}: no model there" in capsys.readouterr().err
 
 
 def test_a_kind_30_points_above_its_baseline_has_generalised(run, monkeypatch):
