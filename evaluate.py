@@ -11,7 +11,7 @@ Writes out_dir/evaluate.json and prints it as tables; a second call on the same 
               that has seen the training text, bits per byte on lines that stand nowhere in the training text, and how
               much of the held-out text does (13-grams). Documentation repeats itself; a number alone would flatter.
   questions   for each kind: exact answers, answers in the right format, answers that end by themselves (decoded
-              greedily). Beside it the best of three baselines that understand nothing (prepare_chat.py). A kind counts as
+              greedily). Beside it the best of three baselines that understand nothing (prepare_chat.py). A kind has
               generalised when it is 30 points or more above its best baseline.
   remarks     sampled at temperature 1: mean programmatic score, its spread, length
   repetition  greedy continuations of held-out pages: share of different bigrams, share of texts that end in a loop
@@ -278,12 +278,12 @@ def print_report(result):
     rows("probes", ".0%", whole="probes as given", cut="probes, last word cut")
     if not bars:
         return
-    print("\nheld-out questions, exact answers (* generalised)")
+    print(f"\nheld-out questions, exact answers (*: {LEAD:.0%} or more above the best baseline)")
     row("kind           n   best baseline", [name[-12:] for name in models])
     for kind, bar in bars.items():
         scores = {name: model["questions"][kind] for name, model in models.items()}
         row(f"{kind:<12}{[score['n'] for score in scores.values()][0]:>4}{show(bar['best_baseline'], '.0%'):>16}",
-            [show(score["exact"], ".0%") + " *" * (name in bar["generalised"]) for name, score in scores.items()])
+            [show(score["exact"], ".0%") + ("  ", " *")[name in bar["generalised"]] for name, score in scores.items()])
     rows("all_questions", ".0%", format="in the right format", stop="end by themselves", format_and_stop="both")
     print("\nremarks, sampled")
     rows("remarks", ".2f", score="programmatic score", score_std="its standard deviation",

@@ -1,7 +1,7 @@
 """
 Makes the demonstration's instruction data from the documents: conversations, preferences and prompts.
 
-    python prepare_chat.py config/demo.py            after prepare_data.py; writes data_dir/chat/
+    python prepare_chat.py config/demo.py            after prepare_data.py; writes data_dir/chat/, once
     python prepare_chat.py config/demo.py --show=20  prints twenty held-out questions with their answers as well
 
 Nobody wrote these conversations. The documents are API documentation; names, signatures and first sentences are read
@@ -25,12 +25,13 @@ To tune on your own instructions you need none of this: write your own JSONL fil
 """
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 
 from chatdata import kinds, pages, remark
 from chatdata.baselines import baselines
 from configurator import configure, refuse
-from engine.files import lock_folder, printable, write_atomic, write_json
+from engine.files import lock_folder, printable, read_json, write_atomic, write_json
 from engine.shards import read_documents
 
 data_dir = "data/demo"         # documents are read from data_dir/docs, the chat data is written to data_dir/chat
@@ -52,31 +53,34 @@ show = 0                       # held-out questions to print
 
 # --- 1. Documents -> definitions --------------------------------------------------------------------------------------
 
+def hash_of_texts(config, split):
+    digest = hashlib.sha256()
+    for document in read_documents(config.data_dir, split):
+        digest.update(document["text"].encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
 def read_pages(config, split):
-    """(definitions, words, hash of the texts) of one split; refuses when there is nothing to ask about."""
-    found, words, digest = [], set(), hashlib.sha256()
+    """(definitions, words) of one split; refuses when there is nothing to ask about."""
+    found, words = [], set()
     for document in read_documents(config.data_dir, split):
         found += pages.definitions(document)
-        words.update(pages.words(document["text"]))
-        digest.update(document["text"].encode("utf-8", "surrogatepass"))
+        words.update(pages.WORD.findall(document["text"]))
     if not found:
         refuse(f"The {split} documents in {config.data_dir}/docs define no functions or classes, so there is nothing "
                "to ask about. This script makes questions about API documentation; for other documents, write your own "
                "conversations (the form is described in sft.py).")
-    return found, words, digest.hexdigest()
+    return found, words
 
 
 # --- 2. Which names are held out --------------------------------------------------------------------------------------
 
-def usable_names(definitions):
-    return sorted({d.name for d in definitions if not d.name.startswith("__")}, key=lambda name: (name.lower(), name))
-
-
 def split_names(train_definitions, val_definitions):
     """(training names, held-out names): what a training page defines, in whatever case, is not held out."""
-    train = usable_names(train_definitions)
+    train, val = (sorted({d.name for d in definitions if not d.name.startswith("__")},
+                         key=lambda name: (name.lower(), name)) for definitions in (train_definitions, val_definitions))
     known = {name.lower() for name in train}
-    return train, [name for name in usable_names(val_definitions) if name.lower() not in known]
+    return train, [name for name in val if name.lower() not in known]
 
 
 def held_out_made_names(words, names, config):
@@ -92,8 +96,8 @@ def held_out_signatures(train_definitions, val_definitions, names, config):
 
     First what the held-out pages define, then, since that is little, some put together from the parameters there."""
     rng = kinds.generator(config.seed, "val", "signatures")
-    suitable = [d for d in val_definitions if kinds.suits_definition("count", d)]
-    parameters = sorted({p for d in suitable for p in d.parameters}, key=str)
+    suitable = [d for d in val_definitions if kinds.suits("count", d)]
+    parameters = parameters_of(suitable)
     count = config.val_questions if names else 0
     made = [kinds.made_definition("default", names, parameters, rng) for _ in range(count)]
     known = {d.parameters for d in train_definitions}
@@ -110,63 +114,56 @@ def training_questions(kind, count, definitions, names, words, held_out, signatu
     """`count` questions of one kind about the training pages; memory kinds repeat themselves in other phrasings.
 
     What is put together here may by chance be something held out: then it is put together anew."""
-    rng = kinds.generator(config.seed, "train", kind)
-    forbidden, new_lists = {name.lower() for name in held_out}, {d.parameters for d in signatures}
-    sort = kinds.KINDS[kind].sort
+    rng, sort = kinds.generator(config.seed, "train", kind), kinds.KINDS[kind].sort
+    about_names = sort not in ("memory", "reading")
+    suitable = [subject for subject in (names if about_names else definitions) if kinds.suits(kind, subject)]
     if sort == "memory":
-        suitable = unambiguous(kind, [d for d in definitions if kinds.suits_definition(kind, d)])
+        suitable = unambiguous(kind, suitable)
         rng.shuffle(suitable)
-        return [kinds.about_definition(kind, suitable[i % len(suitable)], rng) for i in range(count if suitable else 0)]
-    if sort == "reading":
-        # Half of the signatures are the pages' own, half are put together from parameters that occur there.
-        suitable = [d for d in definitions if kinds.suits_definition(kind, d)]
-        parameters = sorted({p for d in suitable for p in d.parameters}, key=str)
-        if not suitable:
-            return []
-        found = []
-        for i in range(count):
-            definition = rng.choice(suitable) if i % 2 else kinds.made_definition(kind, names, parameters, rng)
-            while definition.parameters in new_lists:
-                definition = kinds.made_definition(kind, names, parameters, rng)
-            found.append(kinds.about_definition(kind, definition, rng))
-        return found
-    found = []
-    suitable = [name for name in names if kinds.suits_name(kind, name)]
-    every = 6 if kind in kinds.BALANCED else 2
+        return [kinds.about(kind, suitable[i % len(suitable)], rng) for i in range(count if suitable else 0)]
+    if about_names:
+        forbidden = {name.lower() for name in held_out}
+        make, is_held_out = lambda: kinds.made_name(kind, words, rng), lambda name: name.lower() in forbidden
+    elif suitable:
+        parameters, new_lists = parameters_of(suitable), {d.parameters for d in signatures}
+        make = lambda: kinds.made_definition(kind, names, parameters, rng)
+        is_held_out = lambda definition: definition.parameters in new_lists
+    else:
+        return []
+    # Half of the subjects are the pages' own, half are put together from the words and parameters that occur there.
+    # Fewer of the former for kinds whose held-out answers are balanced, since most of those names are written alike.
+    every, found = 6 if kind in kinds.BALANCED else 2, []
     for i in range(count):
-        # Likewise half and half: the names that the pages define, and names put together from the pages' words. Fewer
-        # of the former for kinds whose held-out answers are balanced, since most of those names are written alike.
-        name = rng.choice(suitable) if suitable and i % every == 1 else kinds.made_name(kind, words, rng)
-        while name.lower() in forbidden:
-            name = kinds.made_name(kind, words, rng)
-        found.append(kinds.about_name(kind, name, rng))
+        subject = rng.choice(suitable) if suitable and i % every == 1 else make()
+        while is_held_out(subject):
+            subject = make()
+        found.append(kinds.about(kind, subject, rng))
     return found
+
+
+def parameters_of(definitions):
+    return sorted({parameter for d in definitions for parameter in d.parameters}, key=str)
 
 
 def held_out_questions(kind, val_definitions, held_out, made, signatures, config):
     """At most config.val_questions questions about the held-out pages."""
-    rng = kinds.generator(config.seed, "val", kind)
-    sort, names = kinds.KINDS[kind].sort, set(held_out)
-    if sort == "memory":
-        subjects = [d for d in val_definitions if d.name in names and kinds.suits_definition(kind, d)]
+    rng, names = kinds.generator(config.seed, "val", kind), set(held_out)
+    candidates = {"memory": [d for d in val_definitions if d.name in names], "reading": signatures}
+    subjects = [s for s in candidates.get(kinds.KINDS[kind].sort, held_out) if kinds.suits(kind, s)]
+    if kinds.KINDS[kind].sort == "memory":
         subjects = unambiguous(kind, subjects)
-    elif sort == "reading":
-        subjects = [d for d in signatures if kinds.suits_definition(kind, d)]
-    else:
-        subjects = [name for name in held_out if kinds.suits_name(kind, name)]
     if kind in kinds.BALANCED:
         answer, different = kinds.BALANCED[kind]
         subjects = balanced(subjects + made, answer, config.val_questions // different, rng)
-    subjects = rng.sample(subjects, min(len(subjects), config.val_questions))
-    about = kinds.about_definition if sort in ("memory", "reading") else kinds.about_name
-    return [about(kind, subject, rng) for subject in subjects]
+    return [kinds.about(kind, subject, rng)
+            for subject in rng.sample(subjects, min(len(subjects), config.val_questions))]
 
 
 def balanced(subjects, answer, most, rng):
     """At most `most` subjects with the same answer: many names are alike, so a constant would be right too often."""
-    count, kept = {}, []
+    count, kept = Counter(), []
     for subject in rng.sample(subjects, len(subjects)):
-        count[answer(subject)] = count.get(answer(subject), 0) + 1
+        count[answer(subject)] += 1
         if count[answer(subject)] <= most:
             kept.append(subject)
     return kept
@@ -174,11 +171,9 @@ def balanced(subjects, answer, most, rng):
 
 def unambiguous(kind, definitions):
     """Definitions whose name alone determines the answer: for `module` a name that stands on one page only."""
-    modules = {}
-    for definition in definitions:
-        modules.setdefault(definition.name, set()).add(definition.module)
     unique = {(d.module, d.name): d for d in definitions}
-    return [d for d in unique.values() if kind != "module" or len(modules[d.name]) == 1]
+    pages_of = Counter(name for _, name in unique)
+    return [d for d in unique.values() if kind != "module" or pages_of[d.name] == 1]
 
 
 # --- 4. Conversations -------------------------------------------------------------------------------------------------
@@ -192,17 +187,12 @@ def turn(question):
 def training_conversations(questions, config):
     """All questions once, shuffled, in conversations of one to config.turns questions."""
     rng = kinds.generator(config.seed, "conversations")
-    questions = list(questions)
     rng.shuffle(questions)
     conversations = []
     while questions:
         taken = [questions.pop() for _ in range(min(len(questions), rng.randint(1, config.turns)))]
         conversations.append({"messages": sum(map(turn, taken), []), "kinds": [question.kind for question in taken]})
     return conversations
-
-
-def held_out_conversation(question):
-    return {"messages": turn(question), "kind": question.kind, "subject": question.subject}
 
 
 # --- 5. Preferences and prompts ---------------------------------------------------------------------------------------
@@ -233,8 +223,8 @@ def preferences_by_rule(count, names, config):
     rng = kinds.generator(config.seed, "preferences", "val")
     pairs = []
     for i in range(count):
-        sample = remark.sample_spoiled_pair if rng.random() < config.spoiled_share else remark.sample_pair
-        better, worse = sample(rng, config.min_margin, i % 2 == 0, held_out=True)
+        spoiled = rng.random() < config.spoiled_share
+        better, worse = remark.sample_pair(rng, config.min_margin, i % 2 == 0, held_out=True, spoiled=spoiled)
         pairs.append(preference(rng.choice(names), better, worse, rng))
     rng.shuffle(pairs)
     return pairs
@@ -258,10 +248,6 @@ def remark_prompts(split, count, names, config):
 
 # --- 6. Out -----------------------------------------------------------------------------------------------------------
 
-def write_lines(path, rows):
-    write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
 def print_table(train, val, bars):
     percent = lambda bar, name: f"{100 * bar[name]:7.1f}%" if name in bar else "       -"
     columns = "".join(f"{name:>9}" for name in ("train", "held out", "constant", "copy", "nearest"))
@@ -273,19 +259,26 @@ def print_table(train, val, bars):
 
 
 def main(config):
-    problems = []
-    if not 2 <= config.answers <= 16:
-        problems.append(f"answers must be from 2 to 16, found {config.answers}: few scores are different")
-    if not 0 <= config.spoiled_share <= 0.5:
-        problems.append(f"spoiled_share must be from 0 to 0.5, found {config.spoiled_share}")
+    problems = config.below_one("questions", "val_questions", "turns", "preferences", "val_preferences",
+                                "control_preferences", "prompts", "val_prompts")
+    bounds = {"answers": (2, 16), "spoiled_share": (0, 0.5), "min_margin": (0, 2), "control_ratio": (1, 3)}
+    for name, (low, high) in bounds.items():       # what lies beyond them is hardly ever drawn, and waited for
+        if not low <= getattr(config, name) <= high:
+            problems.append(f"{name} must be from {low} to {high}, found {getattr(config, name)}")
     if problems:
         refuse(*problems)
     chat = Path(config.data_dir) / "chat"
     lock = lock_folder(chat)
+    index, source = chat / "index.json", {split: hash_of_texts(config, split) for split in ("train", "val")}
+    if index.exists() and not config.show:
+        before = read_json(index)
+        if (before.get("config_hash"), before.get("documents")) == (config.hash, source):
+            print(f"{chat}: already done; to make it anew, remove {index}")
+            return
 
     # 1. What the pages define.
-    train_definitions, words, train_hash = read_pages(config, "train")
-    val_definitions, val_words, val_hash = read_pages(config, "val")
+    train_definitions, words = read_pages(config, "train")
+    val_definitions, val_words = read_pages(config, "val")
 
     # 2. What is held out. A word of the training text that is a held-out name is no material for spelling either.
     names, held_out = split_names(train_definitions, val_definitions)
@@ -303,7 +296,8 @@ def main(config):
     # 4. and 5. All that is learned from.
     rows = {
         "conversations_train": training_conversations(sum(train.values(), []), config),
-        "conversations_val": [held_out_conversation(question) for kind in val.values() for question in kind],
+        "conversations_val": [{"messages": turn(question), "kind": question.kind, "subject": question.subject}
+                              for question in sum(val.values(), [])],
         "preferences_train": rankings_by_rule(config.preferences, names, config),
         "preferences_val": preferences_by_rule(config.val_preferences, held_out or names, config),
         "preferences_control": control_preferences_by_rule(config.control_preferences, held_out or names, config),
@@ -313,11 +307,13 @@ def main(config):
 
     # 6. What is to be beaten, and the files. index.json is written last: where it stands, the rest is whole.
     bars = {kind: baselines(kind, train[kind], val[kind]) for kind in kinds.KINDS if kinds.KINDS[kind].sort != "remark"}
+    index.unlink(missing_ok=True)
     for name, content in rows.items():
-        write_lines(chat / f"{name}.jsonl", content)
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in content)
+        write_atomic(chat / f"{name}.jsonl", "".join(lines))
     write_json(chat / "baselines.json", {"kinds": bars})
-    write_json(chat / "index.json", {
-        "config_hash": config.hash, "seed": config.seed, "documents": {"train": train_hash, "val": val_hash},
+    write_json(index, {
+        "config_hash": config.hash, "seed": config.seed, "documents": source,
         "lines": {name: len(content) for name, content in rows.items()},
         "definitions": {"train": len(train_definitions), "val": len(val_definitions)},
         "names": {"train": len(names), "held_out": len(held_out)},

@@ -100,10 +100,6 @@ KINDS = {
 
 # --- the answers ------------------------------------------------------------------------------------------------------
 
-def spell(name):
-    return " ".join(name)
-
-
 def style(name):
     """Who may use a name and how it is written: `_wrapText` is private, mixedCase."""
     bare = name.strip("_")
@@ -126,42 +122,32 @@ BALANCED = {"style": (style, 8), "words": (count_words, 4)}
 SIMPLE_DEFAULT = re.compile(r"(?!None$)(-?\w[\w.]*|'\w*')")
 
 
-def optional(parameters):
-    return [parameter for parameter in parameters if parameter.default is not None]
-
-
 def ask(kind, subject, core, rng, *more):
     """A question of this kind in one of its phrasings; `more`: what else is asked about."""
-    about = KINDS[kind]
-    asked = rng.choice(about.phrasings).format(subject, *more)
-    return Question(kind, " of ".join([*more, subject]), asked, about.frame.format(core))
+    asked = rng.choice(KINDS[kind].phrasings).format(subject, *more)
+    return Question(kind, " of ".join([*more, subject]), asked, KINDS[kind].frame.format(core))
 
 
-def about_definition(kind, definition, rng):
-    """The question of a memory or reading kind about a definition."""
-    qualified = f"{definition.module}.{definition.name}"
+def about(kind, subject, rng):
+    """The question of this kind about a Definition (memory and reading kinds) or about a name (the others)."""
     if kind == "module":
-        return ask(kind, definition.name, definition.module, rng)
+        return ask(kind, subject.name, subject.module, rng)
     if kind == "what":
-        return ask(kind, qualified, definition.sentence, rng)
+        return ask(kind, f"{subject.module}.{subject.name}", subject.sentence, rng)
     if kind == "count":
-        return ask(kind, definition.signature, len(definition.parameters), rng)
-    with_default = optional(definition.parameters)
+        return ask(kind, subject.signature, len(subject.parameters), rng)
     if kind == "optional":
-        return ask(kind, definition.signature, ", ".join(parameter.name for parameter in with_default), rng)
-    parameter = rng.choice([parameter for parameter in with_default if SIMPLE_DEFAULT.fullmatch(parameter.default)])
-    return ask(kind, definition.signature, parameter, rng, parameter.name)
-
-
-def about_name(kind, name, rng):
-    """The question of a rule kind (or a remark) about a name."""
+        return ask(kind, subject.signature, ", ".join(parameter.name for parameter in subject.optional), rng)
+    if kind == "default":
+        parameter = rng.choice([p for p in subject.optional if SIMPLE_DEFAULT.fullmatch(p.default)])
+        return ask(kind, subject.signature, parameter, rng, parameter.name)
     if kind == "spell":
-        return ask(kind, name, spell(name), rng)
-    if kind in BALANCED:
-        return ask(kind, name, BALANCED[kind][0](name), rng)
+        return ask(kind, subject, " ".join(subject), rng)
     if kind == "snake":
-        return ask(kind, name.replace("_", " "), name, rng)
-    return ask(kind, name, remark.sample(rng), rng)
+        return ask(kind, subject.replace("_", " "), subject, rng)
+    if kind == "remark":
+        return ask(kind, subject, remark.sample(rng), rng)
+    return ask(kind, subject, BALANCED[kind][0](subject), rng)
 
 
 # --- which definitions and names can carry a question of a kind -------------------------------------------------------
@@ -169,32 +155,21 @@ def about_name(kind, name, rng):
 MAX_SIGNATURE = 90       # characters: a signature longer than that makes a poor question
 
 
-def suits_definition(kind, definition):
+def suits(kind, subject):
+    """Whether a definition (memory and reading kinds) or a name (the others) can carry a question of this kind."""
     # Nobody asks about `__init__`, but its parameters can be read as well as any.
-    if definition.name.startswith("__") and KINDS[kind].sort == "memory":
-        return False
-    if kind == "module":
-        return True
-    if kind == "what":
-        return bool(definition.sentence)
-    if definition.parameters is None or len(definition.signature) > MAX_SIGNATURE or "`" in definition.signature:
-        return False
-    with_default = optional(definition.parameters)
-    if kind == "optional":          # without these two conditions "None." would be right three times out of four
-        return len(definition.parameters) > 1 and len(with_default) > 0
-    if kind == "default":           # one default alone could be found without knowing whose it is
-        return len(with_default) > 2 and any(SIMPLE_DEFAULT.fullmatch(p.default) for p in with_default)
-    return True
-
-
-def suits_name(kind, name):
-    if kind == "spell":
-        return 3 <= len(name) <= 20
-    if kind in BALANCED:
-        return re.fullmatch(r"_?[A-Za-z][A-Za-z0-9_]{2,23}", name) is not None
-    if kind == "snake":
-        return re.fullmatch(r"[a-z]+(_[a-z]+){1,3}", name) is not None
-    return True
+    if KINDS[kind].sort == "memory":
+        return not subject.name.startswith("__") and (kind != "what" or subject.sentence != "")
+    if KINDS[kind].sort == "reading":
+        if subject.parameters is None or len(subject.signature) > MAX_SIGNATURE or "`" in subject.signature:
+            return False
+        if kind == "optional":      # without these two conditions "None." would be right three times out of four
+            return len(subject.parameters) > 1 and len(subject.optional) > 0
+        # One default alone could be found without knowing whose it is.
+        return kind == "count" or (len(subject.optional) > 2
+                                   and any(SIMPLE_DEFAULT.fullmatch(p.default) for p in subject.optional))
+    pattern = {"spell": r".{3,20}", "snake": r"[a-z]+(_[a-z]+){1,3}", "remark": ".+"}
+    return re.fullmatch(pattern.get(kind, r"_?[A-Za-z][A-Za-z0-9_]{2,23}"), subject) is not None
 
 
 def made_name(kind, words, rng):
@@ -205,15 +180,13 @@ def made_name(kind, words, rng):
     while True:
         parts = [rng.choice(words) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))]
         capitalised = [part[0].upper() + part[1:].lower() for part in parts]
-        name = rng.choice((
-            "_".join(parts).lower(),
-            "_".join(parts).lower() if kind == "spell" else "_".join(parts).upper(),
-            "".join(capitalised),
-            parts[0].lower() + "".join(capitalised[1:]),
-        )) if kind != "snake" else "_".join(parts).lower()
+        snake = "_".join(parts).lower()
+        name = snake if kind == "snake" else rng.choice((
+            snake, snake if kind == "spell" else snake.upper(), "".join(capitalised),
+            parts[0].lower() + "".join(capitalised[1:])))
         if kind not in ("spell", "snake") and rng.random() < 0.3:
             name = "_" + name
-        if suits_name(kind, name):
+        if suits(kind, name):
             return name
 
 
@@ -225,7 +198,7 @@ def made_definition(kind, names, parameters, rng):
         once = {p.name.count("*") or p.name: p for p in drawn}
         ordered = sorted(once.values(), key=lambda p: (p.name.count("*"), p.default is not None))
         definition = Definition(rng.choice(names), "", tuple(ordered), "")
-        if suits_definition(kind, definition):
+        if suits(kind, definition):
             return definition
 
 

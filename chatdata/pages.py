@@ -18,7 +18,8 @@ _CALL = re.compile(r"([A-Za-z_]\w*)\((.*)\)(?:\s*->\s*\S.*)?")
 _CLASS = re.compile(r"class ([A-Za-z_]\w*)(?:\(.*\))?")
 _PARAMETER = re.compile(r"(\*{0,2})([A-Za-z_]\w*)(\s*:\s*[^=]+?)?(\s*=\s*(\S.*))?")
 _SENTENCE = re.compile(r"[A-Z][^.!?]{10,88}\.(?=\s|$)")
-_WORD = re.compile(r"[A-Za-z]{2,12}")
+_PIECE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^'"]""", re.DOTALL)     # a quoted text, or a character
+WORD = re.compile(r"[A-Za-z]{2,12}")       # the plain words of a page, for spelling and for putting names together
 
 
 @dataclass(frozen=True)
@@ -39,35 +40,28 @@ class Definition:
     sentence: str                                # first sentence of its text, "" when there is none that ends
 
     @property
+    def optional(self):
+        return [parameter for parameter in self.parameters if parameter.default is not None]
+
+    @property
     def signature(self):
         return f"{self.name}({', '.join(map(str, self.parameters))})"
 
 
 def split_arguments(text):
     """The parts of a parameter list between top-level commas; None when brackets or quotes do not close."""
-    parts, depth, quote, start, position = [], 0, "", 0, 0
-    while position < len(text):
-        character = text[position]
-        if quote:
-            if character == "\\":
-                position += 1
-            elif character == quote:
-                quote = ""
-        elif character in "'\"":
-            quote = character
-        elif character in "([{<":
-            depth += 1
-        elif character in ")]}>":
-            depth -= 1
-            if depth < 0:
-                return None
-        elif character == "," and depth == 0:
-            parts.append(text[start:position].strip())
-            start = position + 1
-        position += 1
-    if depth or quote:
+    pieces, parts, depth = _PIECE.findall(text), [""], 0
+    if "".join(pieces) != text:
         return None
-    return [part for part in parts + [text[start:].strip()] if part]
+    for piece in pieces:
+        depth += (piece in "([{<") - (piece in ")]}>")
+        if depth < 0:
+            return None
+        if piece == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += piece
+    return None if depth else [part for part in map(str.strip, parts) if part]
 
 
 def parse_parameters(text):
@@ -91,9 +85,7 @@ def parse_parameters(text):
 def module_name(document):
     """The module that a page is about: the last part of its address, else the first word of its text."""
     match = re.search(r"([\w.]+?)(?:\.html?)?$", document.get("url") or "")
-    if match and match[1]:
-        return match[1]
-    return (document["text"].split() or [""])[0]
+    return match[1] if match else (document["text"].split() or [""])[0]
 
 
 def definitions(document):
@@ -125,8 +117,3 @@ def first_sentence(lines):
         text.append(line)
     match = _SENTENCE.match(" ".join(" ".join(text).split()))
     return match[0] if match and "`" not in match[0] else ""
-
-
-def words(text):
-    """The plain words of a page's text, for spelling and for putting names together."""
-    return _WORD.findall(text)

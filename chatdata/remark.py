@@ -113,18 +113,20 @@ def sample(rng: random.Random, held_out=False):
     return write(rng.choice(OPENINGS), sample_terms(rng, held_out), rng.choice(CLOSINGS))
 
 
-def sample_pair(rng, min_margin, chosen_is_longer, held_out=False):
-    """(better, worse) whose scores differ by min_margin or more, the better one being the longer (or the shorter)."""
+def sample_pair(rng, min_margin, chosen_is_longer, held_out=False, spoiled=False):
+    """(better, worse) whose scores differ by min_margin or more, the better one being the longer (or the shorter).
+
+    spoiled: the worse one is a spoiled remark, whatever its tone was. A reward model that has never seen such answers
+    cannot know that they are bad, and PPO finds out: nothing but the divergence would hold it inside the grammar."""
     while True:
-        pair = sorted((sample(rng, held_out), sample(rng, held_out)), key=score, reverse=True)
-        if differ(*pair, min_margin, chosen_is_longer):
-            return tuple(pair)
-
-
-def differ(better, worse, min_margin, chosen_is_longer):
-    """Whether the scores are min_margin apart or more, and the better remark is the longer (or the shorter) one."""
-    far_enough = score(better) - score(worse) >= min_margin
-    return far_enough and len(better) != len(worse) and (len(better) > len(worse)) == chosen_is_longer
+        better, worse = sample(rng, held_out), sample(rng, held_out)
+        if spoiled:
+            worse = spoil(rng, worse)
+        elif score(better) < score(worse):
+            better, worse = worse, better
+        if (score(better) - score(worse) >= min_margin and len(better) != len(worse)
+                and (len(better) > len(worse)) == chosen_is_longer):
+            return better, worse
 
 
 def spoil(rng, text):
@@ -140,16 +142,6 @@ def spoil(rng, text):
         text + rng.choice(CLOSINGS[1:]),                                     # a closing too many
     ])
     return spoiled if parse(spoiled) is None else spoil(rng, text)
-
-
-def sample_spoiled_pair(rng, min_margin, chosen_is_longer, held_out=False):
-    """Like sample_pair, the worse one being a spoiled remark, whatever its tone was. A reward model that has never seen
-    such answers cannot know that they are bad, and PPO finds out: nothing but the divergence would hold it inside the
-    grammar."""
-    while True:
-        better, worse = sample(rng, held_out), spoil(rng, sample(rng, held_out))
-        if differ(better, worse, min_margin, chosen_is_longer):
-            return better, worse
 
 
 def sample_ranking(rng, answers, spoiled):

@@ -2,6 +2,7 @@
 import json
 import random
 import re
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -160,10 +161,10 @@ def test_score_is_no_function_of_length_or_of_one_word():
         assert having.std() > 0.5, f"{word} decides the score alone"
 
 
-@pytest.mark.parametrize("sample", [remark.sample_pair, remark.sample_spoiled_pair])
-def test_in_pairs_the_longer_one_is_the_better_one_half_of_the_time(sample):
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_in_pairs_the_longer_one_is_the_better_one_half_of_the_time(spoiled):
     rng = random.Random(3)
-    pairs = [sample(rng, 0.5, i % 2 == 0) for i in range(1000)]
+    pairs = [remark.sample_pair(rng, 0.5, i % 2 == 0, spoiled=spoiled) for i in range(1000)]
     assert all(remark.score(better) - remark.score(worse) >= 0.5 for better, worse in pairs)
     difference = np.array([len(better) - len(worse) for better, worse in pairs])
     assert (difference > 0).mean() == 0.5 and abs(difference.mean()) < 0.1 * abs(difference).mean()
@@ -343,9 +344,24 @@ def test_a_rule_kind_has_no_baseline_that_solves_it(made):
 
 def test_rankings_that_could_not_be_drawn_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
-        run(tmp_path, "--answers=90", "--spoiled_share=0.9")
+        run(tmp_path, "--answers=90", "--spoiled_share=0.9", "--min_margin=9.0", "--control_ratio=99.0", "--turns=0")
     said = capsys.readouterr().err
-    assert stop.value.code == 2 and "answers must be" in said and "spoiled_share must be" in said
+    assert stop.value.code == 2 and "turns must be at least 1" in said
+    assert all(f"{key} must be from" in said for key in ("answers", "spoiled_share", "min_margin", "control_ratio"))
+
+
+def test_what_is_done_is_not_made_again_unless_something_has_changed(made, tmp_path, capsys, monkeypatch):
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "chat").glob("*.json*")}
+    run(tmp_path)
+    assert "already done" in capsys.readouterr().out
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "chat").glob("*.json*")} == before
+    run(tmp_path, "--show=2")
+    assert "`" in capsys.readouterr().out
+    monkeypatch.setattr(prepare_chat, "write_atomic", lambda *_: pytest.fail("stopped"))
+    with pytest.raises(pytest.fail.Exception):
+        run(tmp_path, "--seed=2")                       # stopped among the files: they are not taken for whole ones
+    assert not (tmp_path / "chat" / "index.json").exists()
 
 
 def test_documents_that_define_nothing_are_refused(tmp_path, capsys):
