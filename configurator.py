@@ -138,11 +138,12 @@ def read_schemas(script):
     schemas = {}
     for path in sorted({script, *ROOT.glob("*.py"), *ROOT.glob("runs/*.py")}):
         try:
-            schemas[path.stem] = read_schema(path)
+            if schema := read_schema(path):
+                schemas[path.stem] = schema
         except (OSError, SyntaxError) as error:
             # A neighbour that somebody is just writing is no reason to stop: this stage can run without it.
             print(f"note: the keys of {path.name} are unknown: {error}", file=sys.stderr)
-    return {stem: schema for stem, schema in schemas.items() if schema is not None}
+    return schemas
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -184,9 +185,10 @@ def nearest(name, names):
 # Config files
 
 def run_file(path):
-    """Runs one config file. Returns (its names, {name or (section, name): line}); ValueError says what is wrong."""
+    """Runs one config file. Returns (its names, {(name,) or (section, name): line}); ValueError says what is wrong."""
     try:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8"), path)
+        text = Path(path).read_text(encoding="utf-8")
+        code = compile(text, path, "exec")
     except FileNotFoundError:
         raise ValueError(f"config file {path} does not exist (looked in {os.getcwd()})")
     except SyntaxError as error:
@@ -195,15 +197,13 @@ def run_file(path):
         raise ValueError(f"config file {path} cannot be read: {error}")
     names, lines = {"__file__": path, "__name__": "config"}, {}
     try:
-        exec(compile(tree, path, "exec"), names)
+        exec(code, names)
     except (Exception, SystemExit) as error:
         own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-        if isinstance(error, SyntaxError) and error.filename == path:     # one that only compile() sees, as `return 1`
-            raise ValueError(f"{path}, line {error.lineno}: syntax error: {error.msg}")
-        raise ValueError(f"{path}, line {own[-1] if own else '?'}: {type(error).__name__}: {error}")
-    for node in ast.walk(tree):
+        raise ValueError(f"{path}, line {own[-1]}: {type(error).__name__}: {error}")
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            lines[node.id] = node.lineno
+            lines[(node.id,)] = node.lineno
         if isinstance(node, ast.Assign):
             name = ast.unparse(node.targets[0])
             lines.update({(name, word.arg): word.value.lineno for word in getattr(node.value, "keywords", ())})
@@ -219,16 +219,15 @@ def settings_of(path, script, schemas, problems):
         return {}
     known = {name for schema in schemas.values() for name in schema}
     # A key of a section that is no dict(...) is where its section is.
-    section = lambda place: lines.get(place[0], "?") if isinstance(place, tuple) else "?"
-    where = lambda place: f"{path}, line {lines.get(place) or section(place)}"
+    where = lambda *place: f"{path}, line {lines.get(place) or lines.get(place[:1], '?')}"
     shared, own = [], []     # (script, key, value, place in the file)
     for name, value in names.items():
         if name.startswith("_") or isinstance(value, types.ModuleType) or callable(value) and name not in known:
             continue     # the file's own helper
         if isinstance(value, dict) and name in schemas:
-            own += [(name, key, inner, (name, key)) for key, inner in value.items()]
+            own += [(name, key, inner, where(name, key)) for key, inner in value.items()]
         elif name in known:
-            shared += [(stem, name, value, name) for stem in schemas if name in schemas[stem]]
+            shared += [(stem, name, value, where(name)) for stem in schemas if name in schemas[stem]]
         elif name in schemas:
             problems.append(f"{where(name)}: {name} must be a dict of keys for {name}.py, found {value!r}")
         else:
@@ -236,12 +235,12 @@ def settings_of(path, script, schemas, problems):
     settings = {}
     for stem, key, value, place in shared + own:     # in this order: a script's own section counts more
         if key not in schemas[stem]:
-            problems.append(f"{where(place)}: {stem}.py has no key '{key}'{nearest(key, schemas[stem])}")
+            problems.append(f"{place}: {stem}.py has no key '{key}'{nearest(key, schemas[stem])}")
             continue
         try:
             value = fit(schemas[stem][key], value)
         except ValueError as error:
-            problems.append(f"{where(place)}: {error} (for {stem}.py)")
+            problems.append(f"{place}: {error} (for {stem}.py)")
         if stem == script:
             settings[key] = value
     return settings
@@ -316,12 +315,6 @@ def changed_keys(old, config):
     return [(name, before, now) for name, before, now in pairs if before != now and name not in MAY_CHANGE_ON_RESUME]
 
 
-def show_help(script, doc, schema):
-    print((doc or script.name).strip() + "\n\nKeys (--key=value, or key = value in a config file):\n")
-    for key in schema.values():
-        print(f"  {f'--{key.name}={key.default!r}':<36}  {key.comment} [{key.expected}]")
-
-
 def tell(kind, error, trace):
     """The last word of a script: of Ctrl-C one word and no trace, of anything else the trace."""
     if issubclass(kind, KeyboardInterrupt):
@@ -337,7 +330,10 @@ def configure(namespace, argv=None):
     schemas = read_schemas(script)
     schema = schemas[script.stem]
     if "--help" in argv or "-h" in argv:
-        show_help(script, namespace.get("__doc__"), schema)
+        print((namespace.get("__doc__") or script.name).strip())
+        print("\nKeys (--key=value, or key = value in a config file):\n")
+        for key in schema.values():
+            print(f"  {f'--{key.name}={key.default!r}':<36}  {key.comment} [{key.expected}]")
         raise SystemExit(0)
 
     files, overrides, problems = [], {}, []

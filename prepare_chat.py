@@ -201,7 +201,8 @@ def remark_question(name, rng):
     return [{"role": "user", "content": rng.choice(remark.QUESTIONS).format(name)}]
 
 
-def preference(name, better, worse, rng):
+def preference(pair, names, rng):
+    name, (better, worse) = rng.choice(names), pair
     return {"prompt": remark_question(name, rng), "chosen": better, "rejected": worse, "kind": "remark",
             "subject": name, "scores": {"chosen": remark.score(better), "rejected": remark.score(worse)}}
 
@@ -221,11 +222,9 @@ def preferences_by_rule(count, names, config):
     """Held-out pairs in which the better remark is chosen; in every second one it is the longer, so that length says
     nothing. In a share of them the worse one is no proper remark at all."""
     rng = kinds.generator(config.seed, "preferences", "val")
-    pairs = []
-    for i in range(count):
-        spoiled = rng.random() < config.spoiled_share
-        better, worse = remark.sample_pair(rng, config.min_margin, i % 2 == 0, held_out=True, spoiled=spoiled)
-        pairs.append(preference(rng.choice(names), better, worse, rng))
+    pairs = [preference(remark.sample_pair(rng, config.min_margin, chosen_is_longer=i % 2 == 0, held_out=True,
+                                           spoiled=rng.random() < config.spoiled_share), names, rng)
+             for i in range(count)]
     rng.shuffle(pairs)
     return pairs
 
@@ -233,11 +232,8 @@ def preferences_by_rule(count, names, config):
 def control_preferences_by_rule(count, names, config):
     """Pairs of equal score, one much longer than the other; which of them is called chosen is decided by a coin."""
     rng = kinds.generator(config.seed, "preferences", "control")
-    pairs = []
-    for pair in remark.sample_control_pairs(rng, count, config.control_ratio, held_out=True):
-        better, worse = pair if rng.random() < 0.5 else pair[::-1]
-        pairs.append(preference(rng.choice(names), better, worse, rng))
-    return pairs
+    return [preference(pair if rng.random() < 0.5 else pair[::-1], names, rng)
+            for pair in remark.sample_control_pairs(rng, count, config.control_ratio, held_out=True)]
 
 
 def remark_prompts(split, count, names, config):
@@ -272,9 +268,10 @@ def main(config):
     index, source = chat / "index.json", {split: hash_of_texts(config, split) for split in ("train", "val")}
     if index.exists() and not config.show:
         before = read_json(index)
-        if (before.get("config_hash"), before.get("documents")) == (config.hash, source):
-            print(f"{chat}: already done; to make it anew, remove {index}")
-            return
+        files = ["baselines.json", *(f"{name}.jsonl" for name in before.get("lines", ()))]
+        if ((before.get("config_hash"), before.get("documents")) == (config.hash, source)
+                and all((chat / file).exists() for file in files)):
+            return print(f"{chat}: already done; to make it anew, remove {index}")
 
     # 1. What the pages define.
     train_definitions, words = read_pages(config, "train")

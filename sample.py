@@ -49,21 +49,6 @@ dtype = "auto"              # bf16, fp32, or what suits the machine
 threads = 0                 # of the CPU; 0: all cores
 
 
-def check(config):
-    """Refuses settings that make no sense, all at once."""
-    problems = {
-        f"max_new_tokens = {config.max_new_tokens}: expected at least 1": config.max_new_tokens < 1,
-        f"temperature = {config.temperature}: expected 0 (greedy) or more": config.temperature < 0,
-        f"top_k = {config.top_k}: expected 0 (all) or more": config.top_k < 0,
-        f"top_p = {config.top_p}: expected above 0 and at most 1": not 0 < config.top_p <= 1,
-        f"batch_size = {config.batch_size}: expected at least 1": config.batch_size < 1,
-        "--file and --prompt are both given; it can only be one": config.file and config.prompt,
-        "--system needs --chat=True: only conversations have one": config.system and not (config.chat or config.file),
-    }
-    if any(problems.values()):
-        refuse(*(problem for problem, holds in problems.items() if holds))
-
-
 def find_model(config):
     """The folder that was named, or the furthest stage of this run that has a checkpoint."""
     if config.model:
@@ -94,12 +79,9 @@ class Speaker:
 
     def chat_prompt(self, messages):
         """-> (ids, whether something was cut). The system message stays; the oldest turns go, then the start of one."""
-        if "<|assistant|>" not in self.tokenizer.specials:
-            refuse("this model's tokenizer has no <|assistant|> token, so it has not learnt to chat; leave out --chat.")
-        system, turns = [], messages
-        if messages[0]["role"] == "system":
-            system, turns = messages[:1], messages[1:]
-        elif self.config.system:
+        system = [message for message in messages if message["role"] == "system"]
+        turns = messages[len(system):]
+        if self.config.system and not system:
             system = [{"role": "system", "content": self.config.system}]
         ids, cut = self.render(system + turns), False
         while len(ids) > self.longest and len(turns) > 1:
@@ -183,7 +165,15 @@ def batch(config, speaker):
 
 
 def main(config):
-    check(config)
+    problems = config.below_one("max_new_tokens", "batch_size") + [problem for problem, holds in {
+        f"temperature must be 0 (greedy) or more, found {config.temperature}": config.temperature < 0,
+        f"top_k must be 0 (all) or more, found {config.top_k}": config.top_k < 0,
+        f"top_p must be above 0 and at most 1, found {config.top_p}": not 0 < config.top_p <= 1,
+        "--file and --prompt are both given; it can only be one": config.file and config.prompt,
+        "--system needs --chat=True: only conversations have one": config.system and not (config.chat or config.file),
+    }.items() if holds]
+    if problems:
+        refuse(*problems)
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):     # a terminal may not know UTF-8
             stream.reconfigure(errors="replace")

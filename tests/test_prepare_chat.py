@@ -356,6 +356,9 @@ def test_what_is_done_is_not_made_again_unless_something_has_changed(made, tmp_p
     run(tmp_path)
     assert "already done" in capsys.readouterr().out
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "chat").glob("*.json*")} == before
+    (tmp_path / "chat" / "prompts_val.jsonl").unlink()
+    run(tmp_path)
+    assert (tmp_path / "chat" / "prompts_val.jsonl").exists() and "already" not in capsys.readouterr().out
     run(tmp_path, "--show=2")
     assert "`" in capsys.readouterr().out
     monkeypatch.setattr(prepare_chat, "write_atomic", lambda *_: pytest.fail("stopped"))

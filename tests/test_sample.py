@@ -171,7 +171,7 @@ def test_wrong_settings_are_named_together(folder, capsys, tmp_path):
         assert stop.value.code == 2
         return capsys.readouterr().err
     said = refused("--temperature=-1", "--top_p=0", "--top_k=-1", "--max_new_tokens=0", "--file=a", "--prompt=b")
-    for part in ("temperature = -1", "top_p = 0", "top_k = -1", "max_new_tokens = 0", "--file and"):
+    for part in ("temperature must", "top_p must", "top_k must", "max_new_tokens must", "--file and"):
         assert part in said
     assert "--chat=True" in refused("--system=s")
     assert "cannot be read" in refused("--file=none.jsonl")
