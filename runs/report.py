@@ -65,9 +65,8 @@ def table(found, config):
     A number that was not measured gets no row, unless something was promised about it."""
     rows = []
 
-    def add(stage, what, value, form, at_least=None, at_most=None, below=None):
+    def add(stage, what, value, form, *bounds):
         measured = value not in (None, {})
-        bounds = zip(HOLDS, (at_least, at_most, below))
         bounds = [(sign, bound) for sign, bound in bounds if bound not in (None, {}) and config.judge]
         verdict = ("" if not bounds else "not measured" if not measured else
                    "ok" if all(HOLDS[sign](value, bound) for sign, bound in bounds) else "NOT MET")
@@ -86,42 +85,39 @@ def table(found, config):
     add("pretrain", "parameters", found["pretrain"]["parameters"], ",")
     add("pretrain", "tokens trained on", found["pretrain"]["tokens"], ",")
     add("pretrain", "held-out loss (nats per token)", base["loss"], ".3f")
-    add("pretrain", "held-out bits per byte; target: xz -9e alone", base["bits_per_byte"], ".3f", below=text["xz"])
+    add("pretrain", "held-out bits per byte; target: xz -9e alone", base["bits_per_byte"], ".3f", ("<", text["xz"]))
     add("pretrain", "  xz that has seen the training text", text["xz_primed"], ".3f")
     add("pretrain", "  bits per byte on lines never seen", base["bits_per_byte_new_lines"], ".3f")
     add("pretrain", "  held-out 13-grams that training has", text["grams_in_training"], ".1%")
 
-    in_format = tuned["all_questions"]["format_and_stop"]
-    add("sft", "held-out answers in format that stop", in_format, ".1%", at_least=0.95)
+    add("sft", "held-out answers in format that stop", tuned["all_questions"]["format_and_stop"], ".1%", (">=", 0.95))
     add("sft", "  the same before tuning", base["all_questions"]["format_and_stop"], ".1%")
     kinds = found["evaluate"]["kinds"]
     general = [tuned["questions"][kind]["exact"] for kind in kinds if "sft" in kinds[kind]["generalised"]]
-    add("sft", "best kind that generalises", max(general, default=None), ".1%", at_least=0.80)
-    for kind in kinds:
-        best = kinds[kind]["best_baseline"]
-        beside = "" if best is None else f" (baseline {best:.0%})"
+    add("sft", "best kind that generalises", max(general, default=None), ".1%", (">=", 0.80))
+    for kind, about in kinds.items():
+        beside = "" if about["best_baseline"] is None else f" (baseline {about['best_baseline']:.0%})"
         add("sft", f"  exact, {kind}{beside}", tuned["questions"][kind]["exact"], ".1%")
 
     longer = found["reward"]["control"]["prefers_longer"]
-    add("reward", "held-out pairs ranked right", found["reward"]["val"]["accuracy"], ".1%", at_least=0.90)
-    add("reward", "equal pairs: the longer is preferred", longer, ".1%", at_least=0.40, at_most=0.60)
-    add("reward", "  number of these pairs", found["reward"]["control"]["pairs"], ",", at_least=400)
+    add("reward", "held-out pairs ranked right", found["reward"]["val"]["accuracy"], ".1%", (">=", 0.90))
+    add("reward", "equal pairs: the longer is preferred", longer, ".1%", (">=", 0.40), ("<=", 0.60))
+    add("reward", "  number of these pairs", found["reward"]["control"]["pairs"], ",", (">=", 400))
 
     before, after, bounds = (found["ppo"][name] for name in ("before", "after", "bounds"))
-    rise = found["ppo"]["gold_rise_in_deviations"]
-    add("ppo", "rise of the rule's score, in deviations", rise, ".2f", at_least=1.0)
+    add("ppo", "rise of the rule's score, in deviations", found["ppo"]["gold_rise_in_deviations"], ".2f", (">=", 1.0))
     add("ppo", "  the rule's score before", before["gold"], ".3f")
     add("ppo", "  the rule's score after", after["gold"], ".3f")
-    add("ppo", "KL to the reference, nats per answer", after["kl"], ".2f", at_most=bounds["kl"]["at_most"])
-    add("ppo", "answers that stop", after["stop_rate"], ".1%", at_least=0.95)
-    add("ppo", "mean length in tokens", after["length"], ".1f", at_most=bounds["length"]["at_most"])
+    add("ppo", "KL to the reference, nats per answer", after["kl"], ".2f", ("<=", bounds["kl"]["at_most"]))
+    add("ppo", "answers that stop", after["stop_rate"], ".1%", (">=", 0.95))
+    add("ppo", "mean length in tokens", after["length"], ".1f", ("<=", bounds["length"]["at_most"]))
     add("ppo", "questions answered exactly, before", mean_exact(tuned), ".1%")
     add("ppo", "questions answered exactly, after", mean_exact(final), ".1%")
 
     for stage, (wall, cpu) in found["timing"].items():
         add("seconds", f"{stage} ({cpu:,.0f} of CPU)", wall, ",.0f")
     total = sum(wall for wall, _ in found["timing"].values()) / 60
-    add("seconds", "minutes in all", total or None, ".1f", at_most=config.max_minutes)
+    add("seconds", "minutes in all", total or None, ".1f", ("<=", config.max_minutes))
     return rows
 
 
@@ -151,23 +147,22 @@ def draw(path, found, logs):
         return False
     rcParams.update({"axes.titlelocation": "left", "axes.titlesize": 11, "axes.titleweight": "bold",
                      "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
-    blue, orange, grey = "#3b6ea8", "#d9822b", "#9aa0a6"
     figure = Figure(figsize=(20, 9), layout="constrained")
     panels = iter(figure.subplots(2, 4).flat)
 
-    def panel(title, x="", y=""):
+    def curves(title, x, y, log, *lines):
         axis = next(panels)
         axis.set(title=title, xlabel=x, ylabel=y)
-        return axis
-
-    def curve(axis, log, name, label, colour, **style):
-        points = [(line["step"], line[name]) for line in log if line.get(name) is not None]
-        axis.plot([step for step, _ in points], [value for _, value in points], label=label, color=colour, **style)
+        for name, label, style in lines:
+            shown = [record for record in log if record.get(name) is not None]
+            axis.plot([record["step"] for record in shown], [record[name] for record in shown], style, label=label)
+        axis.legend()
 
     def bars(title, values, form):
         values = {name: value for name, value in values.items() if value not in (None, {})}
-        axis = panel(title)
-        shown = axis.barh(list(values), list(values.values()), color=blue)
+        axis = next(panels)
+        axis.set(title=title)
+        shown = axis.barh(list(values), list(values.values()))
         axis.bar_label(shown, [format(value, form) for value in values.values()], padding=3, fontsize=8)
         axis.invert_yaxis()
         axis.margins(x=0.18)
@@ -175,14 +170,12 @@ def draw(path, found, logs):
     filters = found["audit"]["filters"]
     bars("Documents left after each filter", {name: filters[name]["documents_out"] for name in filters}, ",")
 
-    for name, title in (("pretrain", "Pretraining"), ("sft", "Instruction tuning")):
-        axis = panel(f"{title}: loss", "step", "nats per token")
-        curve(axis, logs[name], "loss", "training", grey, linewidth=1)
-        curve(axis, logs[name], "val_loss", "held out", blue, marker="o")
-        axis.legend()
+    for name, title in (("pretrain", "Pretraining: loss"), ("sft", "Instruction tuning: loss")):
+        curves(title, "step", "nats per token", logs[name],
+               ("loss", "training", "C7-"), ("val_loss", "held out", "C0o-"))
 
-    text, kinds, models = (found["evaluate"][name] for name in ("text", "kinds", "models"))
-    base, tuned = models["pretrain"], models["sft"]
+    text, kinds = found["evaluate"]["text"], found["evaluate"]["kinds"]
+    base, tuned = (found["evaluate"]["models"][name] for name in ("pretrain", "sft"))
     bars("Held-out pages: bits per byte", {
         "xz -9e alone": text["xz"], "xz after training text": text["xz_primed"], "model": base["bits_per_byte"],
         "model, lines never seen": base["bits_per_byte_new_lines"]}, ".2f")
@@ -195,11 +188,8 @@ def draw(path, found, logs):
     ranked["equal: the longer"] = found["reward"]["control"]["prefers_longer"]
     bars("Reward model: pairs ranked right", ranked, ".0%")
 
-    axis = panel("PPO", "update", "score")
-    curve(axis, logs["ppo"], "gold", "the rule's score", orange)
-    curve(axis, logs["ppo"], "score", "the reward model's score", blue)
-    axis.legend()
-
+    curves("PPO", "update", "score", logs["ppo"], ("gold", "the rule's score", "C1-"),
+           ("score", "the reward model's score", "C0-"))
     bars("Seconds of each stage", {stage: wall for stage, (wall, _) in found["timing"].items()}, ",.0f")
     png = io.BytesIO()
     figure.savefig(png, dpi=110)
