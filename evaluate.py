@@ -71,14 +71,10 @@ def token_nats(model, ids, config, setup):
     first ones sees at least block_size - stride before it."""
     size, stride = model.config.block_size, min(config.stride, model.config.block_size)
     starts = [0] + list(range(stride, max(1, len(ids) - 1 - (size - stride)), stride))
-    nats = np.empty(len(ids) - 1)
+    nats, padded = np.empty(len(ids) - 1), np.pad(ids, (0, size))
     for first in range(0, len(starts), config.batch_size):
         part = starts[first:first + config.batch_size]
-        rows = np.zeros((len(part), size + 1), dtype=np.int64)
-        for row, start in enumerate(part):
-            piece = ids[start:start + size + 1]
-            rows[row, :len(piece)] = piece
-        rows = torch.from_numpy(rows).to(setup.device)
+        rows = torch.from_numpy(np.stack([padded[start:start + size + 1] for start in part])).to(setup.device)
         with setup.autocast():
             losses = token_losses(model(rows[:, :-1]), rows[:, 1:])
         for row, start in enumerate(part):
@@ -106,20 +102,22 @@ def text_scores(nats, targets, tokenizer, known_lines):
 
 
 def xz_bits(train, val):
-    """Bits per byte that `xz -9e` needs for val alone, and for val when it follows train in one stream.
+    """Bits per byte that `xz -9e` needs for val alone, and for val when it follows train in one stream; the latter is
+    None when xz, at the end, would no longer see all of train.
 
     For the second number there is one compression, and a decompressor says how much of it the training text took: fed
     in small pieces until it has given back all of train."""
     preset = 9 | lzma.PRESET_EXTREME
-    alone = len(lzma.compress(val, preset=preset))
+    alone = len(lzma.compress(val, preset=preset)) * 8 / len(val)
+    if len(train) + len(val) > XZ_WINDOW:
+        return {"xz": alone, "xz_primed": None}
     together = lzma.compress(train + val, preset=preset)
     decompressor, given, taken = lzma.LZMADecompressor(), 0, 0
     while given < len(train):
         piece = together[taken:taken + 256]
         given += len(decompressor.decompress(piece))
         taken += len(piece)
-    return {"xz": alone * 8 / len(val), "xz_primed": (len(together) - taken) * 8 / len(val),
-            "xz_window_covers_training_text": len(train) + len(val) <= XZ_WINDOW}
+    return {"xz": alone, "xz_primed": (len(together) - taken) * 8 / len(val)}
 
 
 def documents_of(data, tokenizer, limit=None):
@@ -270,10 +268,8 @@ def print_report(result):
     row("", [name[-12:] for name in models])
     rows(None, ".3f", loss="loss", bits_per_byte="bits per byte", bits_per_byte_new_lines="  on lines never seen")
     if "xz" in text:
-        row("xz -9e on the same bytes", [f"{text['xz']:.3f}"])
-        row("xz after the training text", [f"{text['xz_primed']:.3f}"])
-        if not text["xz_window_covers_training_text"]:
-            print(f"  (which is longer than the {XZ_WINDOW >> 20} MiB that it looks back)")
+        row("xz -9e on the same bytes", [show(text["xz"], ".3f")])
+        row("xz after the training text", [show(text["xz_primed"], ".3f")])
     rows("repetition", ".0%", distinct_2="different bigrams", loops="texts that end in a loop")
     rows("probes", ".0%", whole="probes as given", cut="probes, last word cut")
     if not bars:

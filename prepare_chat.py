@@ -245,13 +245,12 @@ def remark_prompts(split, count, names, config):
 # --- 6. Out -----------------------------------------------------------------------------------------------------------
 
 def print_table(train, val, bars):
-    percent = lambda bar, name: f"{100 * bar[name]:7.1f}%" if name in bar else "       -"
-    columns = "".join(f"{name:>9}" for name in ("train", "held out", "constant", "copy", "nearest"))
-    print(f"{'kind':<10} {'sort':<8} {'copying':<7}{columns}")
+    row = lambda kind, *cells: print(f"{kind:<10}" + "".join(f"{cell:>10}" for cell in cells))
+    bases = ("constant", "copy", "nearest")
+    row("kind", "sort", "copying", "train", "held out", *bases)
     for kind, about in kinds.KINDS.items():
-        bar = bars.get(kind, {})
-        print(f"{kind:<10} {about.sort:<8} {'yes' if about.about_copying else 'no':<7}{len(train[kind]):>9}"
-              f"{len(val[kind]):>9} {percent(bar, 'constant')} {percent(bar, 'copy')} {percent(bar, 'nearest')}")
+        row(kind, about.sort, "yes" if about.about_copying else "no", len(train[kind]), len(val[kind]),
+            *(f"{bars[kind][name]:.1%}" if name in bars.get(kind, ()) else "-" for name in bases))
 
 
 def main(config):

@@ -13,6 +13,7 @@ A line counts as a definition only when all of it reads as one call with a sound
 
 import re
 from dataclasses import dataclass
+from itertools import takewhile
 
 _CALL = re.compile(r"([A-Za-z_]\w*)\((.*)\)(?:\s*->\s*\S.*)?")
 _CLASS = re.compile(r"class ([A-Za-z_]\w*)(?:\(.*\))?")
@@ -67,19 +68,11 @@ def split_arguments(text):
 def parse_parameters(text):
     """Parameters of a printed signature, `self`, `cls`, `/` and `*` left out; None when it is not one."""
     parts = split_arguments(text)
-    if parts is None:
+    matches = [_PARAMETER.fullmatch(part) for part in parts or () if part not in ("/", "*", "self", "cls")]
+    if parts is None or not all(matches) or any(match[1] and match[5] for match in matches):
         return None
-    parameters = []
-    for part in parts:
-        if part in ("/", "*", "self", "cls"):
-            continue
-        match = _PARAMETER.fullmatch(part)
-        if match is None or (match[1] and match[5]):
-            return None
-        parameters.append(Parameter(match[1] + match[2], match[5]))
-    if len({parameter.name for parameter in parameters}) < len(parameters):
-        return None
-    return tuple(parameters)
+    parameters = tuple(Parameter(match[1] + match[2], match[5]) for match in matches)
+    return parameters if len({parameter.name for parameter in parameters}) == len(parameters) else None
 
 
 def module_name(document):
@@ -110,10 +103,6 @@ def definitions(document):
 
 def first_sentence(lines):
     """The sentence that the text of a definition begins with; "" when it does not end within a few lines."""
-    text = []
-    for line in lines:
-        if not line or _CALL.fullmatch(line) or _CLASS.fullmatch(line):
-            break
-        text.append(line)
+    text = takewhile(lambda line: line and not _CALL.fullmatch(line) and not _CLASS.fullmatch(line), lines)
     match = _SENTENCE.match(" ".join(" ".join(text).split()))
     return match[0] if match and "`" not in match[0] else ""

@@ -55,8 +55,10 @@ FAVOURABLE = ("clear", "useful", "handy", "elegant", "fast", "simple", "reliable
 UNFAVOURABLE = ("obscure", "useless", "clumsy", "ugly", "slow", "confusing", "fragile", "messy", "faulty", "dull")
 SIGN = {**{word: +1 for word in FAVOURABLE}, **{word: -1 for word in UNFAVOURABLE}}
 
-_FRAME = re.compile("(?:%s) (.+?)\\.(?:%s)" % ("|".join(map(re.escape, OPENINGS)), "|".join(map(re.escape, CLOSINGS))))
-_TERM = re.compile("(?:(%s) )?(%s)" % ("|".join(adverb for adverb in STRENGTH if adverb), "|".join(SIGN)))
+_TERM = re.compile("(?:(%s) )?(%s)" % ("|".join(filter(None, STRENGTH)), "|".join(SIGN)))
+_REMARK = re.compile("(?:{openings}) ({term}(?:(?:, {term}){{0,{more}}} and {term})?)\\.(?:{closings})".format(
+    openings="|".join(map(re.escape, OPENINGS)), closings="|".join(map(re.escape, CLOSINGS)), term=_TERM.pattern,
+    more=MAX_TERMS - 2))
 
 
 def write(opening, terms, closing):
@@ -68,17 +70,8 @@ def write(opening, terms, closing):
 
 def parse(answer):
     """The terms [(adverb or "", adjective), ...] of a remark, or None when the grammar does not accept the text."""
-    frame = _FRAME.fullmatch(answer)
-    if frame is None:
-        return None
-    *before, last = frame[1].split(" and ")
-    if len(before) > 1:
-        return None
-    words = (before[0].split(", ") if before else []) + [last]
-    matches = [_TERM.fullmatch(word) for word in words]
-    if len(words) > MAX_TERMS or not all(matches):
-        return None
-    return [(match[1] or "", match[2]) for match in matches]
+    remark = _REMARK.fullmatch(answer)
+    return _TERM.findall(remark[1]) if remark else None
 
 
 def score(answer):
