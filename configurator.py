@@ -336,14 +336,16 @@ def configure(namespace, argv=None):
             print(f"  {f'--{key.name}={key.default!r}':<36}  {key.comment} [{key.expected}]")
         raise SystemExit(0)
 
-    files, overrides, problems = [], {}, []
-    from_files, from_command_line = {}, {}
+    problems, overrides = [], {}
+    values = {name: key.default for name, key in schema.items()}
+    files = [word for word in argv if word.endswith(".py") and not word.startswith("-")]
+    for file in files:
+        values.update(settings_of(file, script.stem, schemas, problems))
     for word in argv:
         name, equals, text = word[2:].partition("=")     # only the first '=': the value may hold more
-        if word.endswith(".py") and not word.startswith("-"):
-            files.append(word)
-            from_files.update(settings_of(word, script.stem, schemas, problems))
-        elif not word.startswith("--") or not name:
+        if word in files:
+            continue
+        if not word.startswith("--") or not name:
             problems.append(f"{word}: expected --key=value or a config file ending in .py; --help lists the keys")
         elif name not in schema:
             others = ", ".join(f"{stem}.py" for stem in schemas if name in schemas[stem])
@@ -353,7 +355,7 @@ def configure(namespace, argv=None):
             problems.append(f"{word}: needs a value, --{name}=... ({schema[name].expected})")
         else:
             try:
-                from_command_line[name], overrides[name] = parse(schema[name], text), text
+                values[name], overrides[name] = parse(schema[name], text), text
             except ValueError as error:
                 problems.append(f"{word}: {error}")
     sys.excepthook = tell
@@ -361,5 +363,4 @@ def configure(namespace, argv=None):
         if os.environ.get("LOCAL_RANK", "0") != "0":     # every rank of a node found the same; one of them says it
             raise SystemExit(2)
         refuse(*problems)
-    defaults = {name: key.default for name, key in schema.items()}
-    return Config(script.stem, {**defaults, **from_files, **from_command_line}, files, overrides, schemas)
+    return Config(script.stem, values, files, overrides, schemas)

@@ -54,17 +54,13 @@ class ModelConfig:
                  if getattr(self, name) < 1]
         if found:
             return found
-        if self.n_embd % self.n_head:
-            found.append(f"n_embd = {self.n_embd} must be a multiple of n_head = {self.n_head}")
-        elif self.head_dim % 2:
-            found.append(f"n_embd / n_head = {self.head_dim} must be even: RoPE turns pairs of numbers")
-        if self.n_head % self.n_kv_head:
-            found.append(f"n_head = {self.n_head} must be a multiple of n_kv_head = {self.n_kv_head}")
-        if not 0 <= self.dropout < 1:
-            found.append(f"dropout must be in [0, 1), found {self.dropout}")
-        if self.attention not in ("flash", "fp32"):
-            found.append(f"attention must be 'flash' or 'fp32', found {self.attention!r}")
-        return found
+        return [sentence for sentence, wrong in {
+            f"n_embd = {self.n_embd} must be an even multiple of n_head = {self.n_head}, since RoPE turns pairs of numbers":
+                self.n_embd % (2 * self.n_head),
+            f"n_head = {self.n_head} must be a multiple of n_kv_head = {self.n_kv_head}": self.n_head % self.n_kv_head,
+            f"dropout must be in [0, 1), found {self.dropout}": not 0 <= self.dropout < 1,
+            f"attention must be 'flash' or 'fp32', found {self.attention!r}": self.attention not in ("flash", "fp32"),
+        }.items() if wrong]
 
 
 class RMSNorm(nn.Module):

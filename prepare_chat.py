@@ -53,24 +53,18 @@ show = 0                       # held-out questions to print
 
 # --- 1. Documents -> definitions --------------------------------------------------------------------------------------
 
-def hash_of_texts(config, split):
-    digest = hashlib.sha256()
-    for document in read_documents(config.data_dir, split):
-        digest.update(document["text"].encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
-
-
 def read_pages(config, split):
-    """(definitions, words) of one split; refuses when there is nothing to ask about."""
-    found, words = [], set()
+    """(definitions, words, hash of the texts) of one split; refuses when there is nothing to ask about."""
+    found, words, digest = [], set(), hashlib.sha256()
     for document in read_documents(config.data_dir, split):
         found += pages.definitions(document)
         words.update(pages.WORD.findall(document["text"]))
+        digest.update(document["text"].encode("utf-8", "surrogatepass"))
     if not found:
         refuse(f"The {split} documents in {config.data_dir}/docs define no functions or classes, so there is nothing "
                "to ask about. This script makes questions about API documentation; for other documents, write your own "
                "conversations (the form is described in sft.py).")
-    return found, words
+    return found, words, digest.hexdigest()
 
 
 # --- 2. Which names are held out --------------------------------------------------------------------------------------
@@ -264,17 +258,17 @@ def main(config):
         refuse(*problems)
     chat = Path(config.data_dir) / "chat"
     lock = lock_folder(chat)
-    index, source = chat / "index.json", {split: hash_of_texts(config, split) for split in ("train", "val")}
+
+    # 1. What the pages define. Nothing to do when questions about these very pages stand there already.
+    train_definitions, words, train_hash = read_pages(config, "train")
+    val_definitions, val_words, val_hash = read_pages(config, "val")
+    index, source = chat / "index.json", {"train": train_hash, "val": val_hash}
     if index.exists() and not config.show:
         before = read_json(index)
         files = ["baselines.json", *(f"{name}.jsonl" for name in before.get("lines", ()))]
         if ((before.get("config_hash"), before.get("documents")) == (config.hash, source)
                 and all((chat / file).exists() for file in files)):
             return print(f"{chat}: already done; to make it anew, remove {index}")
-
-    # 1. What the pages define.
-    train_definitions, words = read_pages(config, "train")
-    val_definitions, val_words = read_pages(config, "val")
 
     # 2. What is held out. A word of the training text that is a held-out name is no material for spelling either.
     names, held_out = split_names(train_definitions, val_definitions)

@@ -11,7 +11,6 @@ stage done is not recorded.
 """
 import json
 import os
-import resource
 import shlex
 import signal
 import subprocess
@@ -54,7 +53,7 @@ def changed_since(moment, *folders):
 def run(command, more={}):
     """Runs one stage, with more in its environment. Returns its exit status, wall seconds and CPU seconds (its workers'
     included)."""
-    begin, before = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = os.times()
     child = subprocess.Popen(command, env={**more, **os.environ})
     # Ctrl-C reaches the stage by itself, since it has our terminal; a kill reaches only us, so it is passed on. Either
     # way we stay until the stage has ended, to record what it took.
@@ -63,9 +62,9 @@ def run(command, more={}):
     status = child.wait()
     for number, handler in old.items():
         signal.signal(number, handler)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return status, time.time() - begin, cpu
+    after = os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return status, after.elapsed - before.elapsed, cpu
 
 
 def words_for(script, arguments):
