@@ -65,7 +65,10 @@ VARIABLES = ("OMP_", "GOMP_", "MKL_", "NCCL_", "TORCH", "CUDA_", "CUBLAS_", "WOR
 
 
 def refuse(*problems):
-    """Ends the program because of something the user can mend: every problem on stderr, exit status 2."""
+    """Ends the program because of something the user can mend: every problem on stderr, exit status 2. Nothing happens
+    when there is no problem."""
+    if not problems:
+        return
     rank = os.environ.get("RANK", "0")
     for problem in problems:
         print(f"[rank {rank}] {problem}" if rank != "0" else problem, file=sys.stderr)

@@ -320,8 +320,7 @@ def main(config):
                                 "max_new_tokens")
     if config.text_tokens and config.text_tokens < 16:
         problems.append(f"text_tokens must be 0 (all) or at least 16, found {config.text_tokens}")
-    if problems:
-        refuse(*problems)
+    refuse(*problems)
     setup = parallel.start(config.device, config.dtype, None, config.threads, config.seed)
     if setup.world > 1:
         refuse("evaluate.py runs in one process: start it with python, not with torchrun")

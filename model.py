@@ -6,12 +6,12 @@ The Llama, in one file: RMSNorm before each sublayer, rotary positions, grouped-
                          x = x + mlp(norm(x))              every token thinks for itself
     x --norm--> lm_head --> logits (B, T, V)               the scores of the next token
 
-Sources: Touvron et al. 2023 (arXiv 2302.13971, 2307.09288); RMSNorm: Zhang & Sennrich 2019 (1910.07467); RoPE: Su et al.
-2021 (2104.09864); GQA: Ainslie et al. 2023 (2305.13245); SwiGLU: Shazeer 2020 (2002.05202).
+Sources: Touvron et al. 2023 (arXiv 2302.13971, 2307.09288); RMSNorm: Zhang & Sennrich 2019 (1910.07467); RoPE: Su et
+al. 2021 (2104.09864); GQA: Ainslie et al. 2023 (2305.13245); SwiGLU: Shazeer 2020 (2002.05202).
 
-Modules and parameters carry the names that Hugging Face's Llama gives them (`model.layers.0.self_attn.q_proj.weight`), so
-a checkpoint of ours is one of theirs without a mapping. This file knows nothing of GPUs, ranks or files: those come to it
-from outside.
+Modules and parameters carry the names that Hugging Face's Llama gives them (`model.layers.0.self_attn.q_proj.weight`),
+so a checkpoint of ours is one of theirs without a mapping. This file knows nothing of GPUs, ranks or files: those come
+to it from outside.
 
 Letters in the shape comments:  B batch   T new tokens   S tokens that can be seen (cache and new)   C n_embd
                                 H n_head   K n_kv_head   D head_dim = C / H   V vocab_size
@@ -55,7 +55,7 @@ class ModelConfig:
         if found:
             return found
         return [sentence for sentence, wrong in {
-            f"n_embd = {self.n_embd} must be an even multiple of n_head = {self.n_head}, since RoPE turns pairs of numbers":
+            f"n_embd = {self.n_embd} must be an even multiple of n_head = {self.n_head} (RoPE turns pairs of numbers)":
                 self.n_embd % (2 * self.n_head),
             f"n_head = {self.n_head} must be a multiple of n_kv_head = {self.n_kv_head}": self.n_head % self.n_kv_head,
             f"dropout must be in [0, 1), found {self.dropout}": not 0 <= self.dropout < 1,
@@ -81,8 +81,8 @@ class RMSNorm(nn.Module):
 def rope_table(positions, head_dim, theta):
     """cos and sin of the angle by which RoPE turns each pair at each position.
 
-    positions (1 or B, T), whole numbers; -> two fp32 tensors (1 or B, 1, T, D), the middle 1 being the heads. The angles need
-    fp32: bf16 has 8 bits and can not tell position 257 from 256."""
+    positions (1 or B, T), whole numbers; -> two fp32 tensors (1 or B, 1, T, D), the middle 1 being the heads. The
+    angles need fp32: bf16 has 8 bits and can not tell position 257 from 256."""
     frequency = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
     angle = positions.float()[:, None, :, None] * frequency                # (B, 1, T, D/2)
     angle = torch.cat([angle, angle], dim=-1)                              # (B, 1, T, D)
@@ -90,18 +90,18 @@ def rope_table(positions, head_dim, theta):
 
 
 def rotate(x, cos, sin):
-    """Turns the pairs (x[i], x[i + D/2]) of x (B, heads, T, D). Hugging Face pairs halves; Meta's own files pair neighbours
-    (x[2i], x[2i+1]). Mixing the two up works for about 20 tokens and then reads as gibberish."""
+    """Turns the pairs (x[i], x[i + D/2]) of x (B, heads, T, D). Hugging Face pairs halves; Meta's own files pair
+    neighbours (x[2i], x[2i+1]). Mixing the two up works for about 20 tokens and then reads as gibberish."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
 def attend(q, k, v, allowed, kind):
-    """softmax(q kᵀ / sqrt(D)) v.   q (B, H, T, D), k and v (B, K, S, D), allowed (B, 1, T, S) bool or None -> (B, H, T, D)
+    """softmax(q kᵀ / sqrt(D)) v.   q (B, H, T, D); k, v (B, K, S, D); allowed (B, 1, T, S) bool or None -> like q
 
-    allowed None means causal, T == S. The scores q kᵀ are never rounded to bf16: from 256 on bf16 counts in steps of 2, and a
-    score that is off by 1 is a probability that is off by a factor e. 'flash' kernels keep scores and softmax in fp32 inside;
-    'fp32' does it where it can be seen."""
+    allowed None means causal, T == S. The scores q kᵀ are never rounded to bf16: from 256 on bf16 counts in steps of 2,
+    and a score that is off by 1 is a probability that is off by a factor e. 'flash' kernels keep scores and softmax in
+    fp32 inside; 'fp32' does it where it can be seen."""
     if kind == "flash":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=allowed is None,
                                               enable_gqa=q.size(1) != k.size(1))
@@ -201,7 +201,7 @@ class Trunk(nn.Module):
         cache: a KVCache; the new tokens are written behind what it holds."""
         start = cache.length if cache is not None else 0
         if cache is not None and start + ids.size(1) > cache.max_length:
-            raise ValueError(f"the cache has room for {cache.max_length} tokens; {start} are in it, {ids.size(1)} more came")
+            raise ValueError(f"the cache has room for {cache.max_length} tokens; {start} are in it, {ids.size(1)} come")
         if mask is None:
             positions = torch.arange(start, start + ids.size(1), device=ids.device)[None]
         else:                   # counted over the real tokens, so that padding on the left does not shift a sequence
@@ -218,8 +218,9 @@ class Trunk(nn.Module):
 
 
 def visible(mask, start, ids):
-    """(B, 1, T, S) bool: which of the S tokens each new token may look at: real ones, not later than itself. A token always
-    sees itself: a row without any would be a softmax over nothing, which is NaN, and NaN spreads from padding to all."""
+    """(B, 1, T, S) bool: which of the S tokens each new token may look at: real ones, not later than itself. A token
+    always sees itself: a row without any would be a softmax over nothing, which is NaN, and NaN spreads from padding to
+    all."""
     batch, time = ids.shape
     seen = torch.arange(start + time, device=ids.device)
     own = torch.arange(start, start + time, device=ids.device)[:, None]
@@ -230,8 +231,7 @@ def visible(mask, start, ids):
 class Llama(nn.Module):
     def __init__(self, config):
         super().__init__()
-        if config.problems():
-            refuse(*config.problems())
+        refuse(*config.problems())
         self.config = config
         self.model = Trunk(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -255,13 +255,13 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed=0):
-        """N(0, 0.02) for matrices, 1 for gains; -> the model. o_proj and down_proj (not up_proj or gate_proj) write into the
-        residual stream, 2 n_layer times in all: scaled by 1/sqrt(2 n_layer), so that the stream's variance at the start does
-        not grow with depth (GPT-2, section 2.3).
+        """N(0, 0.02) for matrices, 1 for gains; -> the model. o_proj and down_proj (not up_proj or gate_proj) write
+        into the residual stream, 2 n_layer times in all: scaled by 1/sqrt(2 n_layer), so that the stream's variance at
+        the start does not grow with depth (GPT-2, section 2.3).
 
-        Each parameter has a generator of its own, seeded by (seed, name): the same bits whatever else is drawn, and whoever
-        holds only a slice of it can draw the whole and keep the slice. A scalar head starts at 1/sqrt(C + 1): larger scores
-        would be noise in the first updates (Stiennon et al. 2020, arXiv 2009.01325)."""
+        Each parameter has a generator of its own, seeded by (seed, name): the same bits whatever else is drawn, and
+        whoever holds only a slice of it can draw the whole and keep the slice. A scalar head starts at 1/sqrt(C + 1):
+        larger scores would be noise in the first updates (Stiennon et al. 2020, arXiv 2009.01325)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -284,7 +284,7 @@ class ScalarModel(nn.Module):
         super().__init__()
         self.config = config
         self.model = Trunk(config)
-        self.score = nn.Linear(config.n_embd, 1)     # the bias sets where 0 is; a ranking loss never moves it (reward.py does)
+        self.score = nn.Linear(config.n_embd, 1)     # its bias says where 0 is; no ranking loss does (see reward.py)
         nn.init.zeros_(self.score.bias)
 
     def forward(self, ids, mask=None):

@@ -254,8 +254,7 @@ def main(config):
     for name, (low, high) in bounds.items():       # what lies beyond them is hardly ever drawn, and waited for
         if not low <= getattr(config, name) <= high:
             problems.append(f"{name} must be from {low} to {high}, found {getattr(config, name)}")
-    if problems:
-        refuse(*problems)
+    refuse(*problems)
     chat = Path(config.data_dir) / "chat"
     lock = lock_folder(chat)
 

@@ -165,15 +165,13 @@ def batch(config, speaker):
 
 
 def main(config):
-    problems = config.below_one("max_new_tokens", "batch_size") + [problem for problem, holds in {
+    refuse(*config.below_one("max_new_tokens", "batch_size"), *(problem for problem, holds in {
         f"temperature must be 0 (greedy) or more, found {config.temperature}": config.temperature < 0,
         f"top_k must be 0 (all) or more, found {config.top_k}": config.top_k < 0,
         f"top_p must be above 0 and at most 1, found {config.top_p}": not 0 < config.top_p <= 1,
         "--file and --prompt are both given; it can only be one": config.file and config.prompt,
         "--system needs --chat=True: only conversations have one": config.system and not (config.chat or config.file),
-    }.items() if holds]
-    if problems:
-        refuse(*problems)
+    }.items() if holds))
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):     # a terminal may not know UTF-8
             stream.reconfigure(errors="replace")

@@ -41,8 +41,6 @@ class Kind:
     weight: float = 1.0  # of the answer's tokens in the loss: long answers of chance would drown the short ones
 
     def follows_format(self, answer):
-        if self.sort == "remark":
-            return remark.parse(answer) is not None
         before, after = map(re.escape, self.frame.split("{}"))
         return re.fullmatch(before + f"(?:{self.core})" + after, answer) is not None
 
@@ -94,7 +92,7 @@ KINDS = {
         "What would a function for `{}` be called?",
         "Join `{}` into a name.",
     ), "`{}`", r"[a-z][a-z0-9]*(_[a-z0-9]+)*"),
-    "remark": Kind("remark", False, 0.22, remark.QUESTIONS, "{}", "", weight=0.25),
+    "remark": Kind("remark", False, 0.22, remark.QUESTIONS, "{}", remark.GRAMMAR.pattern, weight=0.25),
 }
 
 

@@ -56,7 +56,7 @@ UNFAVOURABLE = ("obscure", "useless", "clumsy", "ugly", "slow", "confusing", "fr
 SIGN = {**{word: +1 for word in FAVOURABLE}, **{word: -1 for word in UNFAVOURABLE}}
 
 _TERM = re.compile("(?:(%s) )?(%s)" % ("|".join(filter(None, STRENGTH)), "|".join(SIGN)))
-_REMARK = re.compile("(?:{openings}) ({term}(?:(?:, {term}){{0,{more}}} and {term})?)\\.(?:{closings})".format(
+GRAMMAR = re.compile("(?:{openings}) ({term}(?:(?:, {term}){{0,{more}}} and {term})?)\\.(?:{closings})".format(
     openings="|".join(map(re.escape, OPENINGS)), closings="|".join(map(re.escape, CLOSINGS)), term=_TERM.pattern,
     more=MAX_TERMS - 2))
 
@@ -70,8 +70,8 @@ def write(opening, terms, closing):
 
 def parse(answer):
     """The terms [(adverb or "", adjective), ...] of a remark, or None when the grammar does not accept the text."""
-    remark = _REMARK.fullmatch(answer)
-    return _TERM.findall(remark[1]) if remark else None
+    found = GRAMMAR.fullmatch(answer)
+    return _TERM.findall(found[1]) if found else None
 
 
 def score(answer):
