@@ -72,7 +72,6 @@ def refuse(*problems):
     rank = os.environ.get("RANK", "0")
     for problem in problems:
         print(f"[rank {rank}] {problem}" if rank != "0" else problem, file=sys.stderr)
-    sys.stderr.flush()
     raise SystemExit(2)
 
 
@@ -167,16 +166,12 @@ def fit(key, value):
 
 def parse(key, text):
     """The value of `--key=text`, or ValueError."""
-    if text == "None" and key.optional:
-        return None
-    if key.kind is str:
+    if key.kind is str and not (key.optional and text == "None"):
         return text
-    if key.item is str and not text:
-        return key.kind()     # --languages= means none, and not the one without a name
     try:
         return fit(key, constant(ast.parse(text.strip(), mode="eval").body))
-    except (ValueError, SyntaxError):
-        return fit(key, text.split(",") if key.item is str else text)     # --inputs=a.jsonl,b.jsonl needs no brackets
+    except (ValueError, SyntaxError):     # --inputs=a.jsonl,b.jsonl needs no brackets, and --languages= means none
+        return fit(key, [*filter(None, text.split(","))] if key.item is str else text)
 
 
 def nearest(name, names):

@@ -26,6 +26,7 @@ To tune on your own instructions you need none of this: write your own JSONL fil
 import hashlib
 import json
 from collections import Counter
+from operator import attrgetter
 from pathlib import Path
 
 from chatdata import kinds, pages, remark
@@ -104,10 +105,11 @@ def held_out_signatures(train_definitions, val_definitions, names, config):
 
 # --- 3. Questions -----------------------------------------------------------------------------------------------------
 
-def training_questions(kind, count, definitions, names, words, held_out, signatures, config):
+def training_questions(kind, count, definitions, names, words, held, config):
     """`count` questions of one kind about the training pages; memory kinds repeat themselves in other phrasings.
 
-    What is put together here may by chance be something held out: then it is put together anew."""
+    What is put together here may by chance be something held out, a name in lower case or a parameter list in `held`:
+    then it is put together anew."""
     rng, sort = kinds.generator(config.seed, "train", kind), kinds.KINDS[kind].sort
     about_names = sort not in ("memory", "reading")
     suitable = [subject for subject in (names if about_names else definitions) if kinds.suits(kind, subject)]
@@ -116,12 +118,10 @@ def training_questions(kind, count, definitions, names, words, held_out, signatu
         rng.shuffle(suitable)
         return [kinds.about(kind, suitable[i % len(suitable)], rng) for i in range(count if suitable else 0)]
     if about_names:
-        forbidden = {name.lower() for name in held_out}
-        make, is_held_out = lambda: kinds.made_name(kind, words, rng), lambda name: name.lower() in forbidden
+        make, identity = lambda: kinds.made_name(kind, words, rng), str.lower
     elif suitable:
-        parameters, new_lists = parameters_of(suitable), {d.parameters for d in signatures}
-        make = lambda: kinds.made_definition(kind, names, parameters, rng)
-        is_held_out = lambda definition: definition.parameters in new_lists
+        parameters = parameters_of(suitable)
+        make, identity = lambda: kinds.made_definition(kind, names, parameters, rng), attrgetter("parameters")
     else:
         return []
     # Half of the subjects are the pages' own, half are put together from the words and parameters that occur there.
@@ -129,7 +129,7 @@ def training_questions(kind, count, definitions, names, words, held_out, signatu
     every, found = 6 if kind in kinds.BALANCED else 2, []
     for i in range(count):
         subject = rng.choice(suitable) if suitable and i % every == 1 else make()
-        while is_held_out(subject):
+        while identity(subject) in held:
             subject = make()
         found.append(kinds.about(kind, subject, rng))
     return found
@@ -273,12 +273,13 @@ def main(config):
     names, held_out = split_names(train_definitions, val_definitions)
     signatures = held_out_signatures(train_definitions, val_definitions, held_out, config)
     made = held_out_made_names(sorted(val_words), names, config)
-    forbidden = {name.lower() for name in held_out}
-    words = sorted(word for word in words if word.lower() not in forbidden)
+    held = {name.lower() for name in held_out}
+    words = sorted(word for word in words if word.lower() not in held)
+    held |= {name.lower() for name in made} | {d.parameters for d in signatures}
 
     # 3. Questions of each kind.
     counts = {kind: round(about.share * config.questions) for kind, about in kinds.KINDS.items()}
-    train = {kind: training_questions(kind, count, train_definitions, names, words, held_out + made, signatures, config)
+    train = {kind: training_questions(kind, count, train_definitions, names, words, held, config)
              for kind, count in counts.items()}
     val = {kind: held_out_questions(kind, val_definitions, held_out, made, signatures, config) for kind in kinds.KINDS}
 

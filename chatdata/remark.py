@@ -18,7 +18,6 @@ worst remark: a policy cannot gain by leaving the language.
 Standard library only: prepare_chat.py samples from here, rlhf.py and evaluate.py score with it.
 """
 
-import random
 import re
 import zlib
 
@@ -101,7 +100,7 @@ def sample_terms(rng, held_out=False):
             return terms
 
 
-def sample(rng: random.Random, held_out=False):
+def sample(rng, held_out=False):
     """A random remark: opening, terms and closing are drawn independently of each other."""
     return write(rng.choice(OPENINGS), sample_terms(rng, held_out), rng.choice(CLOSINGS))
 
