@@ -140,7 +140,7 @@ def read_schemas(script):
     schemas = {}
     for path in sorted({script, *ROOT.glob("*.py"), *ROOT.glob("runs/*.py")}):
         try:
-            if schema := read_schema(path):
+            if (schema := read_schema(path)) is not None:
                 schemas[path.stem] = schema
         except (OSError, SyntaxError) as error:
             # A neighbour that somebody is just writing is no reason to stop: this stage can run without it.

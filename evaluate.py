@@ -229,7 +229,7 @@ def wrong_probe(entry):
 
 def cut_inside(probe):
     """The probe with the prompt's last word cut in the middle, its rest expected too; None if it has one letter."""
-    last = re.search(r"\S*$", probe["prompt"])[0]
+    last = re.search(r"\S*\Z", probe["prompt"])[0]
     if len(last) < 2:
         return None
     rest = len(last) - len(last) // 2

@@ -140,7 +140,7 @@ def test_remarks_are_scored_by_the_rule(monkeypatch):
 @pytest.mark.parametrize("prompt, expected, cut", [
     ("The capital of France is", " Paris", ("The capital of France i", "s Paris")),
     ("Methods inherited", " from", ("Methods inhe", "rited from")), ("I", " am", None),
-    ("ends with space ", "x", None)])
+    ("ends with space ", "x", None), ("ends a line\n", "x", None)])
 def test_a_probe_is_cut_inside_its_last_word(prompt, expected, cut):
     found = evaluate.cut_inside({"prompt": prompt, "expected": expected})
     assert found == (cut and {"prompt": cut[0], "expected": cut[1]})
