@@ -67,11 +67,11 @@ class Speaker:
         self.context = model.config.block_size
         self.longest = self.context - min(config.max_new_tokens, self.context // 2)     # of a prompt
 
-    def prompt(self, text):
-        """A question with --chat=True, else a text to continue. -> (ids, whether something was cut)"""
-        if self.config.chat:
-            return self.chat_prompt([{"role": "user", "content": text}])
-        return self.text_prompt(text)
+    def prompt(self, entry):
+        """Of {"messages"} or {"prompt"}: a question with --chat=True, else a text to continue. -> (ids, whether cut)"""
+        if "messages" in entry or self.config.chat:
+            return self.chat_prompt(entry.get("messages") or [{"role": "user", "content": entry["prompt"]}])
+        return self.text_prompt(entry["prompt"])
 
     def text_prompt(self, text):
         ids = self.tokenizer.encode(text)
@@ -83,15 +83,15 @@ class Speaker:
         turns = messages[len(system):]
         if self.config.system and not system:
             system = [{"role": "system", "content": self.config.system}]
-        ids, cut = self.render(system + turns), False
-        while len(ids) > self.longest and len(turns) > 1:
-            turns, cut = turns[2:], True
-            ids = self.render(system + turns)
+        kept = turns
+        while len(ids := self.render(system + kept)) > self.longest and len(kept) > 1:
+            kept = kept[2:]
+        cut = len(ids) > self.longest or kept != turns
         if len(ids) > self.longest:
-            rest = self.tokenizer.encode(turns[0]["content"])[len(ids) - self.longest:]
+            rest = self.tokenizer.encode(kept[0]["content"])[len(ids) - self.longest:]
             # Half a character at the cut would be spelt with more tokens than it was.
             rest = self.tokenizer.decode(rest).lstrip("\ufffd")
-            ids, cut = self.render([*system, {"role": "user", "content": rest}]), True
+            ids = self.render([*system, {"role": "user", "content": rest}])
         return ids[-(self.context - 1):], cut
 
     def render(self, messages):
@@ -152,8 +152,7 @@ def batch(config, speaker):
     entries, cuts = read_lines(config.file, wrong_entry), 0
     for start in range(0, len(entries), config.batch_size):
         part = entries[start:start + config.batch_size]
-        prompts = [speaker.chat_prompt(entry["messages"]) if "messages" in entry else speaker.prompt(entry["prompt"])
-                   for entry in part]
+        prompts = [speaker.prompt(entry) for entry in part]
         result = speaker.answer([ids for ids, _ in prompts], seed=start)
         for entry, (_, cut), ids, stopped in zip(part, prompts, result.ids, result.stopped):
             answer = {"completion": speaker.tokenizer.decode(ids), "tokens": len(ids), "stopped": stopped, "cut": cut}
@@ -192,7 +191,7 @@ def main(config):
         conversation(speaker)
     else:
         print("" if config.chat else printable(config.prompt), end="", flush=True)
-        speaker.speak(*speaker.prompt(config.prompt))
+        speaker.speak(*speaker.prompt({"prompt": config.prompt}))
 
 
 if __name__ == "__main__":
