@@ -74,10 +74,7 @@ def table(found, config):
             rows.append((stage, what, format(value, form) if measured else "-",
                          " ".join(f"{sign} {bound:{form}}" for sign, bound in bounds), verdict))
 
-    base, tuned, final = (found["evaluate"]["models"][name] for name in ("pretrain", "sft", "ppo"))
-    for stage in list(found["audit"]["filters"].values())[-1:]:
-        add("documents", "documents kept", stage["documents_out"], ",")
-        add("documents", "bytes of text kept", stage["bytes_out"], ",")
+    base, tuned = (found["evaluate"]["models"][name] for name in ("pretrain", "sft"))
     for row in found["tokenizer"]["held_out"]:
         add("tokenizer", f"bytes per token, {row['name']} ({row['vocab_size']:,})", row["bytes_per_token"], ".3f")
 
@@ -111,19 +108,12 @@ def table(found, config):
     add("ppo", "KL to the reference, nats per answer", after["kl"], ".2f", ("<=", bounds["kl"]["at_most"]))
     add("ppo", "answers that stop", after["stop_rate"], ".1%", (">=", 0.95))
     add("ppo", "mean length in tokens", after["length"], ".1f", ("<=", bounds["length"]["at_most"]))
-    add("ppo", "questions answered exactly, before", mean_exact(tuned), ".1%")
-    add("ppo", "questions answered exactly, after", mean_exact(final), ".1%")
 
     for stage, (wall, cpu) in found["timing"].items():
         add("seconds", f"{stage} ({cpu:,.0f} of CPU)", wall, ",.0f")
     total = sum(wall for wall, _ in found["timing"].values()) / 60
     add("seconds", "minutes in all", total or None, ".1f", ("<=", config.max_minutes))
     return rows
-
-
-def mean_exact(scores):
-    exact = [kind["exact"] for kind in scores["questions"].values() if kind["exact"] is not None]
-    return sum(exact) / len(exact) if exact else None
 
 
 def lines_of(rows):
