@@ -306,9 +306,8 @@ def git_commit():
 
 
 def changed_keys(old, config):
-    """[(key, old value, new value)] of what forbids to resume the run whose config.json (or its "config") is `old`."""
-    old = old.get("config", old)
-    pairs = [(name, old.get(name, config.default(name)), value) for name, value in config.items()]
+    """[(key, old value, new value)] of what forbids to resume the run whose config.json is `old`."""
+    pairs = [(name, old["config"].get(name, config.default(name)), value) for name, value in config.items()]
     pairs = json.loads(json.dumps(pairs))     # tuples as lists
     return [(name, before, now) for name, before, now in pairs if before != now and name not in MAY_CHANGE_ON_RESUME]
 
@@ -357,8 +356,7 @@ def configure(namespace, argv=None):
             except ValueError as error:
                 problems.append(f"{word}: {error}")
     sys.excepthook = tell
-    if problems:
-        if os.environ.get("LOCAL_RANK", "0") != "0":     # every rank of a node found the same; one of them says it
-            raise SystemExit(2)
-        refuse(*problems)
+    if problems and os.environ.get("LOCAL_RANK", "0") != "0":     # every rank of a node found the same; one says it
+        raise SystemExit(2)
+    refuse(*problems)
     return Config(script.stem, values, files, overrides, schemas)
