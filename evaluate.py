@@ -295,8 +295,8 @@ def open_models(config):
     for name in filter(None, map(str.strip, config.models.split(","))):
         stage, folder = Path(config.out_dir) / name, Path(name)
         if stage.is_dir() and (steps_of(stage, "light") or any(stage.glob("*.safetensors"))):
-            found[name] = find_folder(stage)
-        elif folder.is_dir():
+            folder = stage
+        if folder.is_dir():
             found[name] = find_folder(folder)
         elif "/" in name:                          # a stage that has not begun, or has no checkpoint yet, is left out
             missing.append(f"{name}: no such folder, neither there nor in {config.out_dir}")
