@@ -141,21 +141,32 @@ def sample_ranking(rng, answers, spoiled):
     a list, since they are equally bad. In a ranking each remark is compared with all others, so slightly and extremely
     are told apart, which the sign of one difference seldom does.
 
-    Each spoiled one is longer or shorter than the proper ones are on average, by a coin."""
+    What a fault leaves whole says nothing: of the openings that spoiled remarks still begin with, each is as frequent
+    as in proper ones, and so is each of the closings. Drawn without that care, most faults fall into long openings and
+    closings, a whole one is then a good sign, and a reward model learns to like length.
+    """
     proper = {}
     while len(proper) < answers - spoiled:
         remark = sample(rng)
         if score(remark) > ILL_FORMED:
             proper.setdefault(score(remark), remark)
-    ranked = [proper[points] for points in sorted(proper, reverse=True)]
-    length, last = sum(map(len, ranked)) / len(ranked), []
+    ranked, last = [proper[points] for points in sorted(proper, reverse=True)], []
     while len(last) < spoiled:
-        longer, worse = rng.random() < 0.5, ""
-        while not worse or len(worse) == length or (len(worse) > length) != longer:
-            worse = spoil(rng, rng.choice(ranked))
+        hit = rng.choice(("opening", "closing", "closing", "", ""))          # which makes them as long as proper ones
+        wanted = None if hit == "opening" else rng.choice(OPENINGS), None if hit == "closing" else rng.choice(CLOSINGS)
+        worse = ""
+        while not worse or ends(worse) != wanted:
+            worse = spoil(rng, sample(rng))
         if worse not in last:
             last.append(worse)
     return [*ranked, last] if last else ranked
+
+
+def ends(text):
+    """(the opening that a text begins with, the closing that it ends in), None for what is not whole."""
+    opening = next((opening for opening in OPENINGS if text.startswith(opening + " ")), None)
+    closing = next((closing for closing in reversed(CLOSINGS) if text.endswith("." + closing)), None)
+    return opening, closing
 
 
 def sample_control_pairs(rng, count, min_ratio, held_out=False):

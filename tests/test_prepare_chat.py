@@ -184,6 +184,18 @@ def test_rankings_go_down_and_length_says_nothing():
     assert len(remark.sample_ranking(rng, 3, 0)) == 3
 
 
+def test_an_opening_or_closing_that_a_fault_left_whole_tells_nothing():
+    rng, spoiled = random.Random(5), []
+    for _ in range(600):
+        spoiled += remark.sample_ranking(rng, 5, 2)[-1]
+    openings, closings = zip(*map(remark.ends, spoiled))
+    for kinds, found in ((remark.OPENINGS, openings), (remark.CLOSINGS, closings)):
+        counts = [found.count(kind) for kind in kinds]
+        assert max(counts) < 1.35 * min(counts) and found.count(None) > 200, counts
+    assert remark.ends("To my mind it is neat. That is my view.") == ("To my mind it is", " That is my view.")
+    assert remark.ends("To my mind is neat") == (None, None)
+
+
 def test_control_pairs_have_equal_scores_and_very_different_lengths():
     pairs = remark.sample_control_pairs(random.Random(4), 450, 1.8)
     assert len(pairs) == 450
