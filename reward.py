@@ -26,6 +26,7 @@ An interrupted run is continued by the same command; a finished one says that it
 """
 import math
 import time
+from functools import lru_cache, partial
 from itertools import combinations
 from pathlib import Path
 
@@ -36,13 +37,12 @@ from configurator import configure
 from engine import chat, checkpoint, rl
 from engine.files import write_json
 from engine.generate import generate
-from engine.hf import find_folder, read_config, read_model
+from engine.hf import find_folder, read_model
 from engine.monitor import Monitor
-from engine.optim import clip, learning_rate_problems, lr_at, optimizers_of, set_lr
-from engine.parallel import accumulating, all_sum, barrier, compile_blocks, finish, start, wrap
-from engine.run import open_run, refuse_once
+from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr
+from engine.parallel import accumulate, all_sum, compile_blocks, finish, my_share, start, wrap
+from engine.run import open_run, refuse_missing, refuse_once, save_when_due
 from engine.shards import step_blocks, steps_by_length
-from engine.tokenizer import Tokenizer
 
 data_dir = "data/demo"         # its chat/ holds the preferences
 out_dir = "out/demo"           # this stage writes into out_dir/reward
@@ -127,8 +127,7 @@ def pairs_of(rankings, device="cpu"):
 def micro_batches(rankings, setup, size):
     """This rank's share of a step, in micro-batches of similar length, so that little of them is padding. The loss is a
     sum over rankings, so neither the order within the step nor the cut changes its gradient."""
-    mine = sorted(rankings, key=longest)[setup.rank::setup.world]
-    return [mine[i:i + size] for i in range(0, len(mine), size)]
+    return my_share(sorted(rankings, key=longest), size, setup)
 
 
 # --- Scores ----------------------------------------------------------------------------------------------------------
@@ -159,15 +158,13 @@ def score_rankings(model, rankings, pad_id, device):
 def score_all(model, rankings, pad_id, setup, size):
     """The scores of all dialogues of all rankings, in their order -> (N,) on the CPU. Each rank scores all: it is
     short."""
-    order = sorted(range(len(rankings)), key=lambda i: longest(rankings[i]))
-    scores = [None] * len(rankings)
+    order, scores = sorted(range(len(rankings)), key=lambda i: longest(rankings[i])), {}
     for i in range(0, len(order), size):
         rows = order[i:i + size]
         with setup.autocast():
             found = score_rankings(model, [rankings[r] for r in rows], pad_id, setup.device)[:, -1].cpu()
-        for r, part in zip(rows, found.split([len(rankings[r]["level"]) for r in rows])):
-            scores[r] = part
-    return torch.cat(scores)
+        scores.update(zip(rows, found.split([len(rankings[r]["level"]) for r in rows])))
+    return torch.cat([scores[r] for r in range(len(rankings))])
 
 
 def losses(along, rankings, share, centring=0.0):
@@ -241,10 +238,7 @@ def standardise(model, policy, prompts, tokenizer, config, setup):
     mean, deviation = scores.mean(), scores.std().clamp(min=1e-6)
     model.score.weight.div_(deviation)
     model.score.bias.sub_(mean).div_(deviation)
-    lengths = torch.tensor([float(len(a)) for a in answers], device=scores.device)
-    together = torch.corrcoef(torch.stack([scores, lengths]))[0, 1].nan_to_num(0.0)      # all of one length: none
-    return {"answers": len(answers), "mean": mean.item(), "deviation": deviation.item(),
-            "correlation_with_length": together.item()}
+    return {"answers": len(answers), "mean": mean.item(), "deviation": deviation.item()}
 
 
 def show(result, folder):
@@ -262,7 +256,7 @@ def show(result, folder):
             print(f"note: {control['pairs']} control pairs say little about length; 400 tell it to within 5 %")
     samples = result["sft_samples"]
     print(f"scores of the starting model's answers: mean {samples['mean']:.2f}, deviation {samples['deviation']:.2f}; "
-          f"now 0 and 1; correlation with their length {samples['correlation_with_length']:+.2f}")
+          "now 0 and 1")
     print(f"reward: done in {result['seconds']:.0f} s, model in {folder}", flush=True)
 
 
@@ -273,10 +267,11 @@ def main(config):
     setup = start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
     started, data = time.perf_counter(), Path(config.data_dir) / "chat"
     train_file, source = data / "preferences_train.jsonl", find_folder(config.init_from or Path(config.out_dir) / "sft")
-    if not train_file.exists():
-        refuse_once(setup, f"{train_file} is missing; the demonstration's is made by: {config.command('prepare_chat')}")
+    refuse_missing(setup, {train_file: "preferences"},
+                   f"The demonstration's are made by: {config.command('prepare_chat.py')}")
     # What is asked of the settings and the pairs, before the folder is bound to them.
-    tokenizer, context = Tokenizer.load(source), read_config(source).block_size
+    policy, tokenizer = read_model(source, attention=config.attention)
+    context = policy.config.block_size
     train, too_long = read_rankings(train_file, tokenizer, context)
     train = train[:config.max_rankings or None]
     held_out = {}
@@ -290,7 +285,7 @@ def main(config):
     problems = config.below_one("batch_size", "window", "micro_batch_size", "epochs", "max_new_tokens", "log_every")
     if config.sft_samples < 2:
         problems.append(f"sft_samples must be at least 2, found {config.sft_samples}: one score has no deviation")
-    problems += learning_rate_problems(config)
+    problems += optimiser_problems(config)
     if config.max_rankings < 0:
         problems.append(f"max_rankings must be 0 (all) or more, found {config.max_rankings}")
     elif len(train) < config.batch_size:
@@ -309,10 +304,8 @@ def main(config):
     if lock is None:
         return
 
-    # 2. The starting model, and its trunk once more under a head of one number.
-    policy, _ = read_model(source, attention=config.attention)
+    # 2. The starting model's trunk once more, under a head of one number.
     model, _ = read_model(source, kind="scalar", attention=config.attention)
-    policy.to(setup.device).eval()
     model.to(setup.device).eval()                                          # dropout would be noise in a difference
 
     # 3. What it will cost.
@@ -320,30 +313,28 @@ def main(config):
     rest = len(train) % config.batch_size
     train = train[:per_epoch * config.batch_size]                          # a short step would weigh its answers more
     steps, lengths = config.epochs * per_epoch, np.array([longest(ranking) for ranking in train])
-    pairs = sum(len(pairs_of([ranking])[0]) for ranking in train)
+    pairs = sum(i < j for ranking in train for i, j in combinations(ranking["level"], 2))
     setup.say(f"reward: {len(train):,} rankings ({too_long} too long, {rest} more fill no step), {pairs:,} pairs; "
               f"{steps} steps of {config.batch_size} rankings; "
               f"{sum(p.numel() for p in model.parameters()):,} parameters on {setup.device}, {setup.dtype}")
 
     # 4. Training, from wherever the last full checkpoint stands.
     optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay)
+    modules, moments = {"model": model}, {"model": optimizers}
     compile_blocks(model, setup, config.compile)
     wrapped = wrap(model, setup)
-    state = checkpoint.resume(run, {"model": model}, {"model": optimizers}, setup) or {"step": 0}
+    state = checkpoint.resume(run, modules, moments, setup) or {"step": 0}
     first, before, warmup = state["step"], state.get("seconds", 0.0), int(config.warmup_share * steps)
+    plan_of = lru_cache(1)(partial(steps_by_length, lengths, config.batch_size, config.window, config.seed))
     monitor = Monitor(run, setup, steps, first, label="reward")
     for step in range(first, steps):
         lr = lr_at(step, steps, config.learning_rate, warmup, "linear", final=0.0)
-        epoch, place = divmod(step, per_epoch)
-        if step == first or place == 0:
-            plan = steps_by_length(lengths, config.batch_size, config.window, config.seed, epoch)
-        batch = [train[i] for i in plan[place]]
-        micros = micro_batches(batch, setup, config.micro_batch_size)
+        batch = [train[i] for i in plan_of(step // per_epoch)[step % per_epoch]]
         model.zero_grad(set_to_none=True)
         sums = torch.zeros(2, device=setup.device)                         # loss, share of pairs ranked right
         share = max(0.0, 1 - step / (config.along_until * steps)) if config.along_until else 0.0
-        for i, micro in enumerate(micros):
-            with accumulating(wrapped, last=i == len(micros) - 1), setup.autocast():
+        for micro in accumulate(micro_batches(batch, setup, config.micro_batch_size), wrapped):
+            with setup.autocast():
                 along = score_rankings(wrapped, micro, tokenizer.pad_id, setup.device)
                 loss, right = losses(along, micro, share, config.centring)
                 # Summed over the rankings of the global step and divided by their number. DDP averages over ranks:
@@ -360,14 +351,13 @@ def main(config):
             set_lr(optimizer, lr)
             optimizer.step()
         monitor.advance()
-        if (step + 1) % config.log_every == 0 or step + 1 == steps:
+        done = step + 1
+        if done % config.log_every == 0 or done == steps:
             line = f"loss {loss:.4f}  ranked right {accuracy:.1%}"
-            monitor.log(step + 1, line, loss=loss, along=share, accuracy=accuracy, lr=lr, grad_norm=norm)
-        if config.save_full and (step + 1) % config.save_full == 0 and step + 1 < steps:
+            monitor.log(done, line, loss=loss, along=share, accuracy=accuracy, lr=lr, grad_norm=norm)
+        if done < steps:
             facts = {"seconds": before + time.perf_counter() - started}
-            checkpoint.save_full(run, step + 1, {"model": model}, {"model": optimizers}, facts, setup)
-            if setup.is_main:
-                checkpoint.prune(run, "full", keep=1)
+            save_when_due(run, done, steps, config, modules, moments, tokenizer, facts, setup)
     monitor.close()
 
     # 5. What it knows: on pairs that it has not seen, and on pairs that differ in nothing but length.
@@ -380,13 +370,13 @@ def main(config):
     # 6. The scale of its scores; then the model, and last of all the sign that the stage is done.
     picked = [train[i] for i in step_blocks(0, config.sft_samples, len(train), config.seed + 1)]
     prompts = [ranking["dialogues"][0][:ranking["prompt"]] for ranking in picked]
+    policy.to(setup.device).eval()
     result["sft_samples"] = standardise(model, policy, prompts, tokenizer, config, setup)
     folder = checkpoint.save_light(run, steps, model, tokenizer, setup, {"config_hash": config.hash})
     result["seconds"] = before + time.perf_counter() - started
     if setup.is_main:
         write_json(run / "result.json", result)
         show(result, folder)
-    barrier(setup)
     finish(setup)
 
 

@@ -37,25 +37,26 @@ Huang et al. 2024 (2403.17031), whose list of details is followed here. The form
 """
 import copy
 import hashlib
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch.nn.functional import pad
 
 from chatdata import remark
 from configurator import configure, refuse
 from engine import chat, checkpoint, rl
 from engine.files import printable, read_json, write_json
 from engine.generate import generate
-from engine.hf import find_folder, read_config, read_model
+from engine.hf import find_folder, read_model
 from engine.loss import logprobs
 from engine.monitor import Monitor
 from engine.optim import adamw, clip, lr_at, set_lr
-from engine.parallel import accumulating, all_sum, barrier, finish, start, wrap
-from engine.run import open_run, refuse_once
+from engine.parallel import accumulate, all_sum, finish, my_share, start, wrap
+from engine.run import open_run, refuse_missing, refuse_once, save_when_due
 from engine.shards import step_blocks
-from engine.tokenizer import Tokenizer
 
 data_dir = "data/demo"         # its chat/ holds the prompts
 out_dir = "out/demo"           # reads out_dir/sft and out_dir/reward, writes into out_dir/ppo
@@ -96,6 +97,8 @@ save_full = 8                  # updates between the checkpoints that a rerun co
 bound_kl = 20.0                # stated bounds of the result: nats per answer ...
 bound_stop_rate = 0.95         # ... share of answers that end by themselves ...
 bound_length = 40.0            # ... and their mean length in tokens
+
+MEASURES = ("score", "gold", "kl", "stop_rate", "length")      # of each answer
 
 
 @dataclass
@@ -202,21 +205,19 @@ def improve(policy, value, optimizers, batch, old, update, config, setup, check=
     for epoch in range(config.epochs):
         order = torch.randperm(len(batch.ids), generator=generator).to(batch.ids.device)
         for rows in order.chunk(config.minibatches):
-            micros = rows.split(config.micro_batch_size)
             # All tokens of the step, on all ranks. Dividing by a micro-batch's own count would make a mean of means, in
             # which a token of a short answer weighs more.
             count = total(batch.answer[rows].sum())
             here = torch.zeros(4, device=batch.ids.device)
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)
-            for i, micro in enumerate(micros):
-                mask, last, before = batch.answer[micro], i == len(micros) - 1, old["logprobs"][micro]
-                with accumulating(policy, last), setup.autocast():
+            for micro in accumulate(rows.split(config.micro_batch_size), policy, value):
+                mask, before = batch.answer[micro], old["logprobs"][micro]
+                with setup.autocast():
                     new = answer_logprobs(policy, batch, micro, config)
                     loss = rl.policy_loss(new, before, old["advantages"][micro], config.clip_range)
                     loss = rl.masked_sum(loss, mask)
                     (loss * setup.world / count).backward()             # DDP averages over ranks: hence * world
-                with accumulating(value, last), setup.autocast():
                     values = answer_values(value, batch, micro)
                     error = rl.value_loss(values, old["values"][micro], old["returns"][micro], config.value_clip_range)
                     error = rl.masked_sum(error, mask)
@@ -236,7 +237,7 @@ def improve(policy, value, optimizers, batch, old, update, config, setup, check=
             if config.max_approx_kl and here[2] / count > config.max_approx_kl:
                 return means(sums, steps, first_ratio, stopped=True)
             norms = [clip(network.parameters(), config.grad_clip).item() for network in (policy, value)]
-            if not all(norm < float("inf") for norm in norms):
+            if not math.isfinite(sum(norms)):
                 refuse_once(setup, f"update {update}: the gradients' norms are {norms}: nothing that could be learned "
                             "from. The last checkpoint is as it was; lower --learning_rate, or use --dtype=fp32")
             for optimizer in optimizers:
@@ -319,14 +320,12 @@ def padding_gaps(policy, value, reward, batch, config, setup, extra=5):
     """How far log-probabilities, values and scores of a few answers move when padding is put before them; -> {name:
     gap}"""
     rows = torch.arange(min(4, len(batch.ids)), device=batch.ids.device)
-    few = Batch(batch.ids[rows], batch.mask[rows], batch.answer[rows], None, None, None)
-    padded = Batch(torch.nn.functional.pad(few.ids, (extra, 0), value=0),
-                   torch.nn.functional.pad(few.mask, (extra, 0), value=False), few.answer, None, None, None)
+    padded = replace(batch, ids=pad(batch.ids, (extra, 0)), mask=pad(batch.mask, (extra, 0)))
     with setup.autocast():
         found = [(answer_logprobs(policy, version, rows, config), answer_values(value, version, rows),
-                  answer_scores(reward, version, rows)) for version in (few, padded)]
-    everywhere = torch.ones_like(found[0][2], dtype=torch.bool)
-    masks = {"log-probabilities": few.answer, "values": few.answer, "scores": everywhere}
+                  answer_scores(reward, version, rows)) for version in (batch, padded)]
+    answer, everywhere = batch.answer[rows], torch.ones_like(rows, dtype=torch.bool)
+    masks = {"log-probabilities": answer, "values": answer, "scores": everywhere}
     return {name: rl.largest(a - b, mask) for (name, mask), a, b in zip(masks.items(), *found)}
 
 
@@ -359,46 +358,48 @@ def read_prompts(path, tokenizer, longest):
     return short, len(prompts) - len(short)
 
 
-def golds(prompts, texts):
-    """What the rule behind the preferences thinks of the answers (B,); NaN where there is no rule."""
-    return torch.tensor([remark.score(text) if prompt["kind"] == "remark" else float("nan")
-                         for prompt, text in zip(prompts, texts)])
+def measures(batch, prompts, scores, drift):
+    """What is told of answers, (5, B) in the order of MEASURES. scores (B,), drift (B, R) log(policy / reference). gold
+    is what the rule behind the preferences thinks of them; NaN where there is no rule."""
+    gold = [remark.score(text) if prompt["kind"] == "remark" else math.nan
+            for prompt, text in zip(prompts, batch.texts)]
+    return torch.stack([scores, torch.tensor(gold, device=scores.device), torch.where(batch.answer, drift, 0.0).sum(-1),
+                        batch.ended.float(), batch.answer.sum(-1).float()])
 
 
 @torch.no_grad()
 def evaluate(policy, reference, reward, prompts, tokenizer, config, setup):
     """Sampled answers to held-out prompts -> gold and its deviation, score, kl, stop_rate, length; and three
     answers."""
-    mine = prompts[setup.rank::setup.world]
-    columns, examples, size = [], [], config.micro_batch_size
-    for start_row in range(0, len(mine), size):
-        some = mine[start_row:start_row + size]
-        seed = seed_of(config.seed, "evaluation", start_row, setup.rank)
+    columns, examples = [], []
+    for i, some in enumerate(my_share(prompts, config.micro_batch_size, setup)):
+        seed = seed_of(config.seed, "evaluation", i * config.micro_batch_size, setup.rank)
         batch = roll_out(policy, [prompt["ids"] for prompt in some], tokenizer, config, seed, setup)
         rows = torch.arange(len(some), device=setup.device)
         with setup.autocast():
             drift = answer_logprobs(policy, batch, rows, config) - answer_logprobs(reference, batch, rows, config)
             scores = answer_scores(reward, batch, rows)
-        gold = golds(some, batch.texts).to(setup.device)
-        columns.append(torch.stack([gold, gold.square(), scores, torch.where(batch.answer, drift, 0.0).sum(-1),
-                                    batch.ended.float(), batch.answer.sum(-1).float(), torch.ones_like(gold)]))
+        found = measures(batch, some, scores, drift)
+        columns.append(torch.cat([found, found[1:2].square()]))            # gold's square, for its deviation
         examples += [f"{prompt['content']} -> {text}" for prompt, text in zip(some, batch.texts)]
-    *sums, count = all_sum(torch.cat(columns, dim=1).double().sum(-1), setup).tolist()
-    gold, square, score, kl, ended, length = (x / count for x in sums)
-    return {"answers": int(count), "gold": gold, "gold_deviation": max(0.0, square - gold ** 2) ** 0.5, "score": score,
-            "kl": kl, "stop_rate": ended, "length": length, "examples": examples[:3]}
+    *means, square = (all_sum(torch.cat(columns, dim=1).double().sum(-1), setup) / len(prompts)).tolist()
+    numbers = dict(zip(MEASURES, means))
+    deviation = max(0.0, square - numbers["gold"] ** 2) ** 0.5
+    return {"answers": len(prompts), **numbers, "gold_deviation": deviation, "examples": examples[:3]}
 
 
 def verdict(before, after, config):
-    """Whether the result is what was promised. gold must rise by a standard deviation of the starting model's
-    answers."""
+    """Whether the result is what was promised. gold, where there is one, must rise by a standard deviation of the
+    starting model's answers."""
     rise = (after["gold"] - before["gold"]) / max(before["gold_deviation"], 1e-9)
-    least = {"gold_rise": (rise, 1.0), "stop_rate": (after["stop_rate"], config.bound_stop_rate)}
-    most = {"kl": (after["kl"], config.bound_kl), "length": (after["length"], config.bound_length)}
-    bounds = {name: {"found": found, "at_least": bound, "held": found >= bound}
-              for name, (found, bound) in least.items()}
-    bounds.update({name: {"found": found, "at_most": bound, "held": found <= bound}
-                   for name, (found, bound) in most.items()})
+    bounds = {}
+    for name, found, side, bound in (("gold_rise", rise, "at_least", 1.0),
+                                     ("stop_rate", after["stop_rate"], "at_least", config.bound_stop_rate),
+                                     ("kl", after["kl"], "at_most", config.bound_kl),
+                                     ("length", after["length"], "at_most", config.bound_length)):
+        if not math.isnan(found):
+            held = found >= bound if side == "at_least" else found <= bound
+            bounds[name] = {"found": found, side: bound, "held": held}
     return {"gold_rise_in_deviations": rise, "bounds": bounds}
 
 
@@ -435,19 +436,25 @@ def problems_of(config, setup):
     return found
 
 
-def problems_of_models(policy, reward):
-    """What forbids two folders to work together, a sentence each: ids that mean something else to the other model, or a
-    head that would be drawn at random, give scores that look like any."""
-    found, hashes = [], [Tokenizer.load(folder).hash for folder in (policy, reward)]
-    if hashes[0] != hashes[1]:
-        found.append(f"{policy} and {reward} have different tokenizers ({hashes[0][:16]}, {hashes[1][:16]}); train the "
-                     "reward model from this policy's own stage: reward.py --init_from=DIR")
-    if "LlamaForSequenceClassification" not in read_json(reward / "config.json").get("architectures", ()):
-        found.append(f"{reward} is no reward model: it has no head of one number. reward.py makes one")
-    contexts = [read_config(folder).block_size for folder in (policy, reward)]
-    if contexts[1] < contexts[0]:
-        found.append(f"{reward} reads {contexts[1]} tokens, {policy} writes up to {contexts[0]}")
-    return found
+def read_models(config, setup):
+    """-> policy, reward model, tokenizer, and {what: folder} of both. Refuses two that do not belong together: ids that
+    mean something else to the other model, or a head that was drawn at random, give scores that look like any."""
+    ours = find_folder(config.policy_from or Path(config.out_dir) / "sft")
+    theirs = find_folder(config.reward_from or Path(config.out_dir) / "reward")
+    policy, tokenizer = read_model(ours, attention=config.attention)
+    reward, other = read_model(theirs, kind="scalar", attention=config.attention)
+    found = []
+    if tokenizer.hash != other.hash:
+        found.append(f"{ours} and {theirs} have different tokenizers ({tokenizer.hash[:16]}, {other.hash[:16]}); train "
+                     "the reward model from this policy's own stage: reward.py --init_from=DIR")
+    if "LlamaForSequenceClassification" not in read_json(theirs / "config.json").get("architectures", ()):
+        found.append(f"{theirs} is no reward model: it has no head of one number. reward.py makes one")
+    if reward.config.block_size < policy.config.block_size:
+        found.append(f"{theirs} reads {reward.config.block_size} tokens, "
+                     f"{ours} writes up to {policy.config.block_size}")
+    if found:
+        refuse_once(setup, *found)
+    return policy, reward, tokenizer, {"model": ours, "reward": theirs}
 
 
 def main(config):
@@ -459,60 +466,54 @@ def main(config):
     if problems := problems_of(config, setup):
         refuse_once(setup, *problems)
     started, data = time.perf_counter(), Path(config.data_dir) / "chat"
-    files = {name: data / f"prompts_{name}.jsonl" for name in ("train", "val")}
-    if missing := [str(file) for file in files.values() if not file.exists()]:
-        refuse_once(setup, f"missing: {', '.join(missing)}. The demonstration makes them by: "
-                    + config.command("prepare_chat.py"))
-    policy_folder = find_folder(config.policy_from or Path(config.out_dir) / "sft")
-    reward_folder = find_folder(config.reward_from or Path(config.out_dir) / "reward")
-    if problems := problems_of_models(policy_folder, reward_folder):
-        refuse_once(setup, *problems)
+    files = [data / f"prompts_{name}.jsonl" for name in ("train", "val")]
+    refuse_missing(setup, dict.fromkeys(files, "prompts"), "The demonstration's are made by: "
+                   + config.command("prepare_chat.py"))
+    policy, reward, tokenizer, folders = read_models(config, setup)
 
     # The prompts: for training, and held out. Looked at before the folder is bound to the settings.
-    tokenizer, context = Tokenizer.load(policy_folder), read_config(policy_folder).block_size
+    context = policy.config.block_size
     longest = context - config.max_new_tokens
-    (prompts, long), (held_out, _) = (read_prompts(file, tokenizer, longest) for file in files.values())
+    (prompts, long), (held_out, _) = (read_prompts(file, tokenizer, longest) for file in files)
     held_out = held_out[:config.eval_prompts]
     if not prompts or len(held_out) < setup.world:
         refuse_once(setup, f"{data}: no prompts of at most {longest} tokens (the model's {context} less "
                     "max_new_tokens) in prompts_train.jsonl or prompts_val.jsonl, or fewer than processes")
-    run, lock = open_run(config, "ppo", setup, model=policy_folder, reward=reward_folder, prompts=files["train"])
+    run, lock = open_run(config, "ppo", setup, **folders, prompts=files[0])
     if lock is None:
         return
 
     # The four networks. All of them stay in eval mode for the whole run: with dropout on, the ratio of new and old
     # probabilities would be noise.
-    policy, _ = read_model(policy_folder, attention=config.attention)
-    reward, _ = read_model(reward_folder, kind="scalar", attention=config.attention)
     policy.to(setup.device).eval()
     reward.to(setup.device).eval().requires_grad_(False)
     reference = copy.deepcopy(policy).requires_grad_(False)
     value = critic_from(reward)
-    size = sum(p.numel() for p in policy.parameters())
-    memory = size * (2 * 16 + 2 * 4) / 2**20
-    setup.say(f"ppo: four networks of {size:,} parameters, {memory:,.0f} MiB: policy and critic with gradients and "
-              f"Adam's moments, reference and reward frozen; on {setup.device}, {setup.dtype}")
-
-    setup.say(f"ppo: {len(prompts):,} prompts ({long} too long), {len(held_out)} held out; {config.updates} updates of "
+    size = policy.n_params()
+    setup.say(f"ppo: four networks of {size:,} parameters, {size * (2 * 16 + 2 * 4) / 2**20:,.0f} MiB: policy and "
+              "critic with gradients and Adam's moments, reference and reward frozen; "
+              f"on {setup.device}, {setup.dtype}\n"
+              f"ppo: {len(prompts):,} prompts ({long} too long), {len(held_out)} held out; {config.updates} updates of "
               f"{config.episodes} answers, {config.epochs} epochs of {config.minibatches} minibatches")
 
     # Adam's eps: with the usual 1e-8, parameters whose gradients are next to nothing take steps of full size.
-    optimizers = [adamw(policy, config.learning_rate, config.weight_decay, eps=1e-5),
-                  adamw(value, config.value_learning_rate, config.weight_decay, eps=1e-5)]
-    modules, named = {"policy": policy, "value": value}, dict(zip(("policy", "value"), optimizers))
+    modules, peaks = {"policy": policy, "value": value}, (config.learning_rate, config.value_learning_rate)
+    moments = {name: adamw(modules[name], peak, config.weight_decay, eps=1e-5) for name, peak in zip(modules, peaks)}
+    optimizers = list(moments.values())
     trained = wrap(policy, setup), wrap(value, setup)     # gradients pass through these, or the ranks would drift apart
 
     # Where it starts from: a checkpoint of this run, or the held-out numbers of the starting model.
-    state = checkpoint.resume(run, modules, named, setup) or {"step": 0}
+    state = checkpoint.resume(run, modules, moments, setup) or {"step": 0}
     first, kl_coef, spent = state["step"], state.get("kl_coef", config.kl_coef), state.get("seconds", 0.0)
     at_start = state.get("before") or evaluate(policy, reference, reward, held_out, tokenizer, config, setup)
+    at_start = {name: math.nan if found is None else found for name, found in at_start.items()}    # JSON knows no NaN
     total = lambda tensor: all_sum(tensor, setup)
     monitor = Monitor(run, setup, config.updates, first, label="ppo")
 
     for update in range(first, config.updates):
         clock = [time.perf_counter()]
         lr, _ = [set_lr(optimizer, lr_at(update, config.updates + 1, peak, 0, "linear", final=0.0))
-                 for optimizer, peak in zip(optimizers, (config.learning_rate, config.value_learning_rate))]
+                 for optimizer, peak in zip(optimizers, peaks)]
 
         # 1. Roll out. Each rank answers other prompts.
         order = step_blocks(update, config.episodes, len(prompts), config.seed)[setup.rank::setup.world]
@@ -546,11 +547,8 @@ def main(config):
         clock.append(time.perf_counter())
 
         # 7. Log, adapt, save.
-        drift = torch.where(batch.answer, old - ref, 0.0).sum(-1)
-        per_answer = torch.stack([scores, golds(asked, batch.texts).to(setup.device), drift, batch.ended.float(),
-                                  batch.answer.sum(-1).float()]).sum(-1)
-        per_answer = (total(per_answer) / config.episodes).tolist()
-        numbers = dict(zip(("score", "gold", "kl", "stop_rate", "length"), per_answer))
+        per_answer = total(measures(batch, asked, scores, old - ref).sum(-1)) / config.episodes
+        numbers = dict(zip(MEASURES, per_answer.tolist()))
         numbers["entropy"] = rl.masked_mean(entropies, batch.answer, total).item()
         numbers["explained_variance"] = rl.explained_variance(values, returns, batch.answer, total).item()
         numbers.update(learned, kl_coef=kl_coef, lr=lr)
@@ -559,15 +557,13 @@ def main(config):
         if config.kl_target:
             kl_coef = rl.adapted_kl_coef(kl_coef, numbers["kl"], config.kl_target, config.episodes, config.kl_horizon)
         monitor.advance()
-        if (update + 1) % config.log_every == 0 or update + 1 == config.updates:
+        done = update + 1
+        if done % config.log_every == 0 or done == config.updates:
             line = "score {score:+.2f}  gold {gold:+.2f}  kl {kl:.2f}  stops {stop_rate:.0%}  length {length:.1f}"
-            monitor.log(update + 1, line.format(**numbers), **numbers)
-        if config.save_full and (update + 1) % config.save_full == 0 and update + 1 < config.updates:
-            seconds = spent + time.perf_counter() - started
-            facts = {"seconds": seconds, "kl_coef": kl_coef, "before": at_start}
-            checkpoint.save_full(run, update + 1, modules, named, facts, setup)
-            if setup.is_main:
-                checkpoint.prune(run, "full", keep=1)
+            monitor.log(done, line.format(**numbers), **numbers)
+        if done < config.updates:
+            facts = {"seconds": spent + time.perf_counter() - started, "kl_coef": kl_coef, "before": at_start}
+            save_when_due(run, done, config.updates, config, modules, moments, tokenizer, facts, setup)
     monitor.close()
 
     # What has come of it, on the held-out prompts.
@@ -578,7 +574,6 @@ def main(config):
     if setup.is_main:
         write_json(run / "result.json", result)
         show(result, folder)
-    barrier(setup)
     finish(setup)
 
 

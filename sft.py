@@ -27,6 +27,8 @@ What decides whether tuning works, and where it stands below:
 """
 import math
 import time
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -35,11 +37,11 @@ import torch
 from configurator import configure
 from engine import chat, checkpoint, parallel
 from engine.files import write_json
-from engine.hf import find_folder, read_model
+from engine.hf import find_folder, read_config, read_model
 from engine.loss import token_losses
 from engine.monitor import Monitor, read_log
-from engine.optim import Guard, clip, learning_rate_problems, lr_at, optimizers_of, set_lr, warmup_length
-from engine.run import open_run, refuse_hopeless, refuse_once, save_when_due
+from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
+from engine.run import open_run, refuse_hopeless, refuse_missing, refuse_once, save_when_due
 from engine.shards import steps_by_length
 
 # data and folders
@@ -87,16 +89,6 @@ threads = 0
 
 # --- Conversations -> ids and weights ---------------------------------------------------------------------------------
 
-def read_file(path, default, config, setup):
-    """The conversations of a file; when it is missing, the command that makes it."""
-    path = Path(path or default)
-    if not path.exists():
-        refuse_once(setup, f"{path} does not exist: no conversations to learn from. Make the demonstration's with",
-                    f"  {config.command('prepare_chat.py')}",
-                    "or give a file of your own: --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl")
-    return path, chat.read_conversations(path)
-
-
 def encode(entries, tokenizer, length, overlong):
     """[(ids, weights)] of all conversations that have something to learn, and counts of what happened to the others.
 
@@ -119,8 +111,11 @@ def encode(entries, tokenizer, length, overlong):
     return examples, counts
 
 
-def tell_losses(path, examples, counts, length, setup):
-    """Says how many conversations were cut or left out, and refuses when nothing is left."""
+def encode_file(path, tokenizer, length, config, setup, at_most=None):
+    """encode for the conversations of a file; says how many were cut or left out, and refuses when nothing is left."""
+    entries = chat.read_conversations(path)
+    every = max(1, len(entries) // (at_most or len(entries)))
+    examples, counts = encode(entries[::every], tokenizer, length, config.overlong)
     if not examples:
         refuse_once(setup, f"{path}: no conversation is left to learn from: {counts['too_long']} are longer than "
                     f"{length} tokens, {counts['without_target']} have no trained token (of weight above 0). "
@@ -128,6 +123,7 @@ def tell_losses(path, examples, counts, length, setup):
     if any(counts.values()):
         setup.say(f"note: {path}: {counts['truncated']} conversations cut at {length} tokens, {counts['too_long']} "
                   f"left out as too long, {counts['without_target']} left out since nothing in them is trained")
+    return examples, counts
 
 
 # --- Batches ----------------------------------------------------------------------------------------------------------
@@ -152,8 +148,7 @@ def micro_batches(examples, numbers, config, pad_id, setup):
 
     A rank that gets nothing of a short last step still has to take part in it: it computes one row that weighs
     nothing."""
-    mine = numbers[setup.rank::setup.world]
-    cut = [mine[i:i + config.micro_batch_size] for i in range(0, len(mine), config.micro_batch_size)]
+    cut = parallel.my_share(numbers, config.micro_batch_size, setup)
     batches = [collate(examples, part, pad_id) for part in cut]
     if not batches:
         x, y, w = collate(examples, numbers[:1], pad_id)
@@ -163,27 +158,30 @@ def micro_batches(examples, numbers, config, pad_id, setup):
 
 # --- One step ---------------------------------------------------------------------------------------------------------
 
+def weighted_losses(model, x, y, w, setup):
+    """(N,) fp32: the losses of a batch's N targets, times their weights. Only these reach the model's last layer."""
+    keep = w > 0                                                           # (B, T)
+    with setup.autocast():
+        logits = model(x, keep=keep)                                       # (N, V)
+    return token_losses(logits, y[keep]) * w[keep]
+
+
 def forward_backward(model, batches, end_id, setup):
     """Gradients of the global step's weighted mean loss, left in the parameters.
 
-    -> over all ranks: loss, loss_end (of <|end|> alone), weight (of all targets), targets, padding (share of all
-    positions)"""
+    -> over all ranks: loss, loss_end (of <|end|> alone), weight (of all targets), positions (padding included)"""
     weight = parallel.all_sum(sum(w.sum(dtype=torch.float64) for _, _, w in batches), setup)
-    total = torch.zeros(5, dtype=torch.float64, device=setup.device)
-    for i, (x, y, w) in enumerate(batches):
-        keep = w > 0                                                       # (B, T), N targets in all
-        with parallel.accumulating(model, last=i == len(batches) - 1):
-            with setup.autocast():
-                logits = model(x, keep=keep)                               # (N, V)
-            losses = token_losses(logits, y[keep]) * w[keep]               # (N,)
-            # By the global weight, not by this micro-batch's. DDP divides by the number of ranks, hence the factor.
-            (losses.sum() * setup.world / weight.float()).backward()
+    total = torch.zeros(4, dtype=torch.float64, device=setup.device)
+    for x, y, w in parallel.accumulate(batches, model):
+        losses = weighted_losses(model, x, y, w, setup)
+        # By the global weight, not by this micro-batch's. DDP divides by the number of ranks, hence the factor.
+        (losses.sum() * setup.world / weight.float()).backward()
         losses, at_end = losses.detach().double(), y == end_id
-        total += torch.stack([losses.sum(), losses[at_end[keep]].sum(), w[at_end].sum().double(), keep.sum().double(),
-                              torch.tensor(w.numel(), dtype=torch.float64, device=setup.device)])
-    loss, end_loss, end_weight, targets, positions = parallel.all_sum(total, setup).tolist()
+        total += torch.stack([losses.sum(), losses[at_end[w > 0]].sum(), w[at_end].sum().double(),
+                              torch.ones_like(w).sum().double()])
+    loss, end_loss, end_weight, positions = parallel.all_sum(total, setup).tolist()
     return {"loss": loss / weight.item(), "loss_end": end_loss / max(end_weight, 1e-9), "weight": weight.item(),
-            "targets": int(targets), "positions": int(positions)}
+            "positions": int(positions)}
 
 
 @torch.no_grad()
@@ -192,11 +190,8 @@ def evaluate(model, examples, config, pad_id, setup):
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=setup.device)
     order = np.argsort([len(ids) for ids, _ in examples], kind="stable")
-    for start in range(setup.rank * config.micro_batch_size, len(order), setup.world * config.micro_batch_size):
-        x, y, w = (t.to(setup.device) for t in collate(examples, order[start:start + config.micro_batch_size], pad_id))
-        with setup.autocast():
-            keep = w > 0
-            losses = token_losses(parallel.bare(model)(x, keep=keep), y[keep]) * w[keep]
+    for x, y, w in micro_batches(examples, order, config, pad_id, setup):
+        losses = weighted_losses(parallel.bare(model), x, y, w, setup)
         total += torch.stack([losses.sum().double(), w.sum().double()])
     model.train()
     loss, weight = parallel.all_sum(total, setup).tolist()
@@ -214,11 +209,7 @@ def check(config, shape, setup):
                         f"found {config.max_length}")
     if config.overlong not in ("truncate", "drop"):
         problems.append(f"overlong must be 'truncate' or 'drop', found '{config.overlong}'")
-    problems += learning_rate_problems(config)
-    if config.schedule not in ("cosine", "linear", "constant"):
-        problems.append(f"schedule must be 'cosine', 'linear' or 'constant', found '{config.schedule}'")
-    if not 0 <= config.dropout < 1:
-        problems.append(f"dropout must be in [0, 1), found {config.dropout}")
+    problems += optimiser_problems(config) + shape.problems()
     if problems:
         refuse_once(setup, *problems)
 
@@ -226,26 +217,24 @@ def check(config, shape, setup):
 def main(config):
     # 1. Where we are, the model to tune, and one run per folder.
     setup = parallel.start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
-    chat_folder = Path(config.data_dir) / "chat"
-    path, entries = read_file(config.conversations, chat_folder / "conversations_train.jsonl", config, setup)
-    val_path, val_entries = read_file(config.val_conversations, chat_folder / "conversations_val.jsonl", config, setup)
+    data = Path(config.data_dir) / "chat"
+    path = Path(config.conversations or data / "conversations_train.jsonl")
+    val_path = Path(config.val_conversations or data / "conversations_val.jsonl")
     source = Path(config.model or Path(config.out_dir) / "pretrain")
-    if not config.model and not source.exists():
-        refuse_once(setup, f"{source} does not exist: no pretrained model to tune. Make it with",
-                    f"  {config.command('train.py')}", "or name a model's folder: --model=DIR")
-    source = find_folder(source)
-    model, tokenizer = read_model(source, attention=config.attention)
-    check(config, model.config, setup)
-    for layer in model.model.layers:
-        layer.dropout = config.dropout
+    refuse_missing(setup, {path: "conversations to learn from", val_path: "conversations held out",
+                           source: "pretrained model to tune"}, "Make the demonstration's with",
+                   f"  {config.command('prepare_chat.py')}      conversations",
+                   f"  {config.command('train.py')}      the model",
+                   "or give your own: --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl --model=DIR")
+    source, settings = find_folder(source), {"attention": config.attention, "dropout": config.dropout}
+    shape = replace(read_config(source), **settings)
+    check(config, shape, setup)
+    model, tokenizer = read_model(source, **settings)
 
     # 2. Conversations as ids and weights, and what became of those that do not fit.
-    length = config.max_length or model.config.block_size
-    examples, lost = encode(entries, tokenizer, length, config.overlong)
-    val_entries = val_entries[::max(1, len(val_entries) // config.eval_conversations)]
-    val_examples, val_lost = encode(val_entries, tokenizer, length, config.overlong)
-    tell_losses(path, examples, lost, length, setup)
-    tell_losses(val_path, val_examples, val_lost, length, setup)
+    length = config.max_length or shape.block_size
+    examples, lost = encode_file(path, tokenizer, length, config, setup)
+    val_examples, _ = encode_file(val_path, tokenizer, length, config, setup, at_most=config.eval_conversations)
     if config.show:
         for ids, weights in examples[:config.show]:
             setup.say(chat.coloured(tokenizer, ids.tolist(), weights.tolist()) + "\n")
@@ -262,7 +251,7 @@ def main(config):
     optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay, betas)
     modules, moments = {"model": model}, {"model": optimizers}
     state = checkpoint.resume(run, modules, moments, setup) or {"step": 0, "in_a_row": 0}
-    guard = Guard(config.max_bad_steps, state["in_a_row"])
+    in_a_row = state["in_a_row"]
     model = parallel.wrap(model, setup)
 
     # 4. What it will cost.
@@ -270,62 +259,53 @@ def main(config):
     per_epoch = math.ceil(len(examples) / config.batch_size)
     max_steps = config.max_steps or per_epoch * config.epochs
     warmup = warmup_length(max_steps, config.warmup_steps)
-    n_targets = sum(int((weights[1:] > 0).sum()) for _, weights in examples)
     setup.say(f"model       {parallel.bare(model).n_params():,} parameters from {source}\n"
               f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, "
               f"{setup.threads} threads\n"
               f"data        {len(examples):,} conversations of {lengths.mean():.0f} tokens on average, {lengths.max()} "
-              f"at most; {100 * n_targets / lengths.sum():.0f} % of the tokens are trained\n"
+              f"at most\n"
               f"run         {max_steps:,} steps of {config.batch_size} conversations, {max_steps / per_epoch:.2f} "
               f"epochs; warm-up {warmup} steps")
     end_id = tokenizer.special("<|end|>")
     monitor = Monitor(run, setup, max_steps, state["step"], label="sft")
 
     # 5. The loop.
-    epoch, steps = -1, []
-    began, began_at, seen, trained = time.perf_counter(), state["step"], 0, 0
+    plan_of = lru_cache(1)(partial(steps_by_length, lengths, config.batch_size, config.window, config.seed))
     for step in range(state["step"], max_steps):
-        if step // per_epoch != epoch:
-            epoch = step // per_epoch
-            steps = steps_by_length(lengths, config.batch_size, config.window, config.seed, epoch)
-        numbers = steps[step % per_epoch]
-        lr = lr_at(step, max_steps, config.learning_rate, warmup, config.schedule, config.final_lr)
+        began, numbers = time.perf_counter(), plan_of(step // per_epoch)[step % per_epoch]
         batches = micro_batches(examples, numbers, config, tokenizer.pad_id, setup)
         totals = forward_backward(model, batches, end_id, setup)
         norm = clip(model.parameters(), config.grad_clip).item()
-        good = guard.good(totals["loss"], norm)
+        good = math.isfinite(totals["loss"] + norm)     # the same on every rank; one NaN in Adam's moments stays there
+        in_a_row = 0 if good else in_a_row + 1
+        lr = lr_at(step, max_steps, config.learning_rate, warmup, config.schedule, config.final_lr)
         for optimizer in optimizers:
             set_lr(optimizer, lr)
             if good:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        done = step + 1
+        done, seconds = step + 1, time.perf_counter() - began
         first, last = step == state["step"], done == max_steps
-        seen, trained = seen + totals["positions"], trained + totals["targets"]
 
         record, line = {}, ""
         if not good:
             record = {"loss": totals["loss"], "grad_norm": norm, "skipped": True, "conversations": numbers}
-            line = f"loss {totals['loss']}, gradient norm {norm}: step skipped, {guard.in_a_row} in a row"
+            line = f"loss {totals['loss']}, gradient norm {norm}: step skipped, {in_a_row} in a row"
         elif first or last or done % config.log_every == 0:
-            seconds = time.perf_counter() - began
-            padding = 1 - (lengths[numbers] - 1).sum() / totals["positions"]
-            record = {"loss": totals["loss"], "loss_end": totals["loss_end"], "lr": lr, "grad_norm": norm,
-                      "weight": totals["weight"], "padding": padding, "trained_tokens_per_second": trained / seconds,
-                      "tokens_per_second": seen / seconds, "step_seconds": seconds / (done - began_at)}
+            padding, speed = 1 - (lengths[numbers] - 1).sum() / totals["positions"], totals["positions"] / seconds
+            record = {**totals, "lr": lr, "grad_norm": norm, "padding": padding, "tokens_per_second": speed,
+                      "step_seconds": seconds}
             line = (f"loss {totals['loss']:.4f}  end {totals['loss_end']:.4f}  lr {lr:.2e}  norm {norm:.2f}  "
-                    f"{trained / seconds:,.0f} trained tokens/s  padding {100 * padding:.0f} %")
+                    f"{speed:,.0f} tokens/s  padding {padding:.0%}")
         if last or done % config.eval_every == 0:
             record["val_loss"] = evaluate(model, val_examples, config, tokenizer.pad_id, setup)
             line += f"  held-out loss {record['val_loss']:.4f}"
         if record:
             monitor.log(done, line.strip(), **record)
-        if guard.hopeless:
-            refuse_hopeless(guard, done, "conversations", setup)
-        facts = {"in_a_row": guard.in_a_row, "config_hash": config.hash, "tokenizer_hash": tokenizer.hash}
-        saved = save_when_due(run, done, max_steps, config, modules, moments, tokenizer, facts, setup)
-        if record or saved:
-            began, began_at, seen, trained = time.perf_counter(), done, 0, 0
+        if in_a_row >= config.max_bad_steps:
+            refuse_hopeless(in_a_row, done, "conversations", setup)
+        facts = {"in_a_row": in_a_row, "config_hash": config.hash, "tokenizer_hash": tokenizer.hash}
+        save_when_due(run, done, max_steps, config, modules, moments, tokenizer, facts, setup)
         monitor.advance()
 
     # 6. The end.

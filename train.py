@@ -30,8 +30,8 @@ from engine.files import write_json
 from engine.hf import find_folder, load_weights, read_config
 from engine.loss import token_losses
 from engine.monitor import Monitor, read_log
-from engine.optim import Guard, clip, learning_rate_problems, lr_at, optimizers_of, set_lr, warmup_length
-from engine.run import open_run, refuse_hopeless, refuse_once, save_when_due
+from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
+from engine.run import open_run, refuse_hopeless, refuse_missing, refuse_once, save_when_due
 from engine.shards import TokenData, batch, n_blocks, step_blocks
 from engine.tokenizer import Tokenizer
 from model import Llama, ModelConfig
@@ -89,14 +89,11 @@ def open_data(config, setup):
     """Tokenizer and token shards, which must belong together; otherwise the commands that make them."""
     data = Path(config.data_dir)
     prepare, tokenize = config.command("prepare_data.py"), config.command("train_tokenizer.py")
-    wrong = [f"{data / file} does not exist: no {what}" for file, what in (("tokenizer/tokenizer.json", "tokenizer"),
-                                                                          ("tokens/index.json", "token shards"))
-             if not (data / file).exists()]
-    if wrong:
-        refuse_once(setup, *wrong, "Make them with these two commands (for archives of yours, prepare_data.py is told "
-                    "--inputs='CRAWL/*.warc.gz'):",
-                    f"  {prepare} && {tokenize}      documents, then a tokenizer trained on them",
-                    f"  {prepare}      again, now that there is a tokenizer: token shards")
+    wanted = {data / "tokenizer/tokenizer.json": "tokenizer", data / "tokens/index.json": "token shards"}
+    refuse_missing(setup, wanted, "Make them with these two commands (for archives of yours, prepare_data.py is told "
+                   "--inputs='CRAWL/*.warc.gz'):",
+                   f"  {prepare} && {tokenize}      documents, then a tokenizer trained on them",
+                   f"  {prepare}      again, now that there is a tokenizer: token shards")
     tokenizer = Tokenizer.load(data / "tokenizer")
     train = TokenData(data / "tokens", "train", tokenizer.hash, rebuild=prepare)
     val = TokenData(data / "tokens", "val", tokenizer.hash, rebuild=prepare)
@@ -127,9 +124,7 @@ def check(config, shape, tokenizer, train, setup):
                         f"(block_size + 1 = {config.block_size + 1}): more text, or a smaller block_size")
     problems += config.below_one("block_size", "micro_batch_size", "max_steps", "batch_tokens", "log_every", "eval_every",
                                  "eval_blocks", "max_bad_steps")
-    problems += learning_rate_problems(config)
-    if config.schedule not in ("cosine", "linear", "constant"):
-        problems.append(f"schedule must be 'cosine', 'linear' or 'constant', found '{config.schedule}'")
+    problems += optimiser_problems(config)
     if not problems:
         # A process that has fewer sequences in a step than a micro-batch may hold takes them in one.
         micro = min(config.micro_batch_size, max(1, config.batch_tokens // (config.block_size * setup.world)))
@@ -142,6 +137,12 @@ def check(config, shape, tokenizer, train, setup):
     if problems:
         refuse_once(setup, *problems)
     return config.batch_tokens // config.block_size, config.batch_tokens // unit
+
+
+def load(data, blocks, config, setup):
+    """This rank's share of some blocks, as micro-batches (inputs, targets, weights), each (B, T), on its device."""
+    for ids in parallel.my_share(blocks, config.micro_batch_size, setup):
+        yield tuple(torch.from_numpy(part).to(setup.device) for part in batch(data, ids, config.block_size))
 
 
 def sums(losses, inputs, targets, weights, tokenizer):
@@ -161,12 +162,11 @@ def forward_backward(model, micro_batches, tokenizer, setup):
     split over micro-batches and ranks. DDP divides by the number of ranks, hence the factor."""
     total = torch.zeros(9, dtype=torch.float64, device=setup.device)
     weight = parallel.all_sum(sum(w.sum() for _, _, w in micro_batches).double(), setup).clamp(min=1)
-    for i, (x, y, w) in enumerate(micro_batches):
-        with parallel.accumulating(model, last=i == len(micro_batches) - 1):
-            with setup.autocast():
-                logits = model(x)
-            losses = token_losses(logits, y)                  # (B, T)
-            ((losses * w).sum() * setup.world / weight.float()).backward()
+    for x, y, w in parallel.accumulate(micro_batches, model):
+        with setup.autocast():
+            logits = model(x)
+        losses = token_losses(logits, y)                      # (B, T)
+        ((losses * w).sum() * setup.world / weight.float()).backward()
         total += sums(losses, x, y, w, tokenizer)
     total = parallel.all_sum(total, setup)
     total[0] /= weight
@@ -183,8 +183,7 @@ def evaluate(model, data, blocks, config, tokenizer, byte_counts, setup):
     """Mean loss, loss by kind, and bits per byte over fixed blocks of held-out text, divided over the ranks."""
     model.eval()
     total, nats, n_bytes = torch.zeros(9, dtype=torch.float64), 0.0, 0
-    for start in range(setup.rank * config.micro_batch_size, len(blocks), setup.world * config.micro_batch_size):
-        x, y, w = (torch.from_numpy(a).to(setup.device) for a in batch(data, blocks[start:start + config.micro_batch_size], config.block_size))
+    for x, y, w in load(data, blocks, config, setup):
         with setup.autocast():
             losses = token_losses(parallel.bare(model)(x), y)
         total += sums(losses, x, y, w, tokenizer).cpu()
@@ -220,10 +219,8 @@ def main(config):
 
     # 3. Continue where an earlier call stopped.
     modules, moments = {"model": model}, {"model": optimizers}
-    origin = {"data_hash": train.data_hash, "tokenizer_hash": tokenizer.hash}
     state = checkpoint.resume(run, modules, moments, setup) or {"step": 0, "in_a_row": 0}
-    tokens = state["step"] * config.batch_tokens
-    guard = Guard(config.max_bad_steps, state["in_a_row"])
+    tokens, in_a_row = state["step"] * config.batch_tokens, state["in_a_row"]
     model = parallel.wrap(model, setup)
 
     # 4. What it will cost, before it is spent.
@@ -244,42 +241,35 @@ def main(config):
     val_blocks = [i * val_total // looked_at for i in range(looked_at)]                   # spread over the whole text
     monitor = Monitor(run, setup, config.max_steps, state["step"], label="train")
 
-    def my_share(step):
-        """This rank's micro-batches of the global step: a pure function of seed, data, step and rank."""
-        mine = step_blocks(step, per_step, blocks, config.seed)[setup.rank::setup.world]
-        cut = [mine[i:i + config.micro_batch_size] for i in range(0, len(mine), config.micro_batch_size)]
-        return [tuple(torch.from_numpy(a).to(setup.device) for a in batch(train, ids, config.block_size)) for ids in cut]
-
     # 5. The loop.
     model.train()
-    began, began_at, waited = time.perf_counter(), state["step"], 0.0      # of the steps that the next log line speaks of
     for step in range(state["step"], config.max_steps):
-        lr = lr_at(step, config.max_steps, config.learning_rate, warmup, config.schedule, config.final_lr)
-        asked = time.perf_counter()
-        micro_batches = my_share(step)
-        waited += time.perf_counter() - asked
+        began = time.perf_counter()
+        numbers = step_blocks(step, per_step, blocks, config.seed)
+        micro_batches = list(load(train, numbers, config, setup))
+        loaded = time.perf_counter()
         total = forward_backward(model, micro_batches, tokenizer, setup)
         norm = clip(model.parameters(), config.grad_clip)
         loss, norm = total[0].item(), norm.item()
-        good = guard.good(loss, norm)
+        good = math.isfinite(loss + norm)           # the same on every rank; one NaN in Adam's moments stays there
+        in_a_row = 0 if good else in_a_row + 1
+        lr = lr_at(step, config.max_steps, config.learning_rate, warmup, config.schedule, config.final_lr)
         for optimizer in optimizers:
             set_lr(optimizer, lr)
             if good:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        tokens += config.batch_tokens
-        done = step + 1
-        first, last = step == state["step"], done == config.max_steps
+        done, tokens = step + 1, tokens + config.batch_tokens
+        first, last, seconds = step == state["step"], done == config.max_steps, time.perf_counter() - began
 
         record, line = {}, ""
         if not good:
-            record = {"loss": loss, "grad_norm": norm, "skipped": True, "blocks": step_blocks(step, per_step, blocks, config.seed)}
-            line = f"loss {loss}, gradient norm {norm}: step skipped, {guard.in_a_row} in a row"
+            record = {"loss": loss, "grad_norm": norm, "skipped": True, "blocks": numbers}
+            line = f"loss {loss}, gradient norm {norm}: step skipped, {in_a_row} in a row"
         elif first or last or done % config.log_every == 0:
-            seconds = (time.perf_counter() - began) / (done - began_at)
             record = {"loss": loss, **{f"loss_{kind}": value for kind, value in split_of(total).items()}, "lr": lr,
                       "grad_norm": norm, "tokens": tokens, "tokens_per_second": config.batch_tokens / seconds,
-                      "step_seconds": seconds, "data_seconds": waited / (done - began_at)}
+                      "step_seconds": seconds, "data_seconds": loaded - began}
             line = f"loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {config.batch_tokens / seconds:,.0f} tokens/s"
         if last or done % config.eval_every == 0:
             scores = evaluate(model, val, val_blocks, config, tokenizer, byte_counts, setup)
@@ -287,12 +277,11 @@ def main(config):
             line += f"  held-out loss {scores['loss']:.4f}, {scores['bits_per_byte']:.4f} bits per byte"
         if record:
             monitor.log(done, line.strip(), **record)
-        if guard.hopeless:
-            refuse_hopeless(guard, done, "blocks", setup)
-        facts = {"tokens": tokens, "in_a_row": guard.in_a_row, "config_hash": config.hash, **origin}
-        saved = save_when_due(run, done, config.max_steps, config, modules, moments, tokenizer, facts, setup)
-        if record or saved:
-            began, began_at, waited = time.perf_counter(), done, 0.0
+        if in_a_row >= config.max_bad_steps:
+            refuse_hopeless(in_a_row, done, "blocks", setup)
+        facts = {"tokens": tokens, "in_a_row": in_a_row, "config_hash": config.hash, "data_hash": train.data_hash,
+                 "tokenizer_hash": tokenizer.hash}
+        save_when_due(run, done, config.max_steps, config, modules, moments, tokenizer, facts, setup)
         monitor.advance()
 
     # 6. The end.

@@ -5,6 +5,7 @@ Our parameter names are theirs, so nothing is renamed or permuted. Heads that a 
 model's score) lie apart, in heads.safetensors. What a config.json asks for and we do not do is refused by name: a model
 that is computed a little differently answers fluently and wrongly.
 """
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,21 +34,22 @@ CAUSES = {"embed_tokens": ("vocab_size", "n_embd"), "lm_head": ("vocab_size", "n
           "norm": ("n_embd",), "score": ("1", "n_embd")}
 
 
-def load_model(path, kind="lm", attention="flash", dtype=torch.float32):
+def load_model(path, kind="lm", dtype=torch.float32):
     """A model and its tokenizer from a Hugging Face folder, or from the newest sound light checkpoint of a run's folder.
-
-    kind: 'lm' -> Llama, 'scalar' -> ScalarModel (its head is drawn anew when the folder has none). -> (model, tokenizer).
     Refuses a folder without weights, weights of another shape (all of them listed), pickled weights."""
-    return read_model(find_folder(path), kind, attention, dtype)
+    model, tokenizer = read_model(find_folder(path), kind)
+    return model.to(dtype), tokenizer
 
 
-def read_model(folder, kind="lm", attention="flash", dtype=torch.float32):
-    """load_model for a folder that find_folder has given: its files are not compared with their checksums again."""
-    config = read_config(folder)
-    config.attention = attention
+def read_model(folder, kind="lm", **settings):
+    """load_model for a folder that find_folder has given: its files are not compared with their checksums again.
+
+    kind: 'lm' -> Llama, 'scalar' -> ScalarModel (its head is drawn anew when the folder has none). settings: what a
+    folder does not say, attention and dropout. -> (model, tokenizer)"""
+    config = replace(read_config(folder), **settings)
     model = (Llama if kind == "lm" else ScalarModel)(config)
     load_weights(model, folder)
-    return model.to(dtype), Tokenizer.load(folder)
+    return model, Tokenizer.load(folder)
 
 
 def find_folder(path):

@@ -39,13 +39,15 @@ def optimizers_of(model, learning_rate, matrix_learning_rate, weight_decay, beta
     return [adamw(model, learning_rate, weight_decay, betas)]
 
 
-def learning_rate_problems(config):
+def optimiser_problems(config):
     """What is wrong with the settings of the optimiser that several scripts share, a sentence each."""
     names = ("learning_rate", "matrix_learning_rate", "weight_decay", "grad_clip")
     problems = [f"{name} must not be negative, found {getattr(config, name)}" for name in names
                 if getattr(config, name) < 0]
     if config.matrix_learning_rate and config.learning_rate <= 0:
         problems.append("matrix_learning_rate needs a learning_rate above 0, whose share it is")
+    if getattr(config, "schedule", "linear") not in ("cosine", "linear", "constant"):
+        problems.append(f"schedule must be 'cosine', 'linear' or 'constant', found '{config.schedule}'")
     return problems
 
 
@@ -83,22 +85,3 @@ def clip(parameters, max_norm):
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
-
-
-class Guard:
-    """Judges each step. A loss or gradient that is not finite never reaches the weights: one NaN in Adam's moments
-    stays there. The norm is taken over gradients that all ranks share, the loss is summed over ranks, so every rank
-    comes to the same verdict. After `max_bad` such steps in a row the run ends, with the last good checkpoint as it
-    was."""
-
-    def __init__(self, max_bad, in_a_row=0):
-        self.max_bad, self.in_a_row = max_bad, in_a_row
-
-    def good(self, loss, norm):
-        fine = math.isfinite(loss) and math.isfinite(norm)
-        self.in_a_row = 0 if fine else self.in_a_row + 1
-        return fine
-
-    @property
-    def hopeless(self):
-        return self.in_a_row >= self.max_bad

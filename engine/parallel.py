@@ -130,10 +130,19 @@ def bare(model):
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def accumulating(model, last):
-    """Gradients travel between the ranks once per step, with the last micro-batch; entered before the forward pass, since
-    that is where DDP decides (decided later, it silently sends nothing)."""
-    return contextlib.nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
+def my_share(rows, size, setup):
+    """This rank's rows of a global step, in slices of at most `size`."""
+    mine = rows[setup.rank::setup.world]
+    return [mine[i:i + size] for i in range(0, len(mine), size)]
+
+
+def accumulate(micro_batches, *models):
+    """The micro-batches of a step, one after the other. Gradients travel between the ranks with the last one only: DDP
+    asks this attribute in the forward pass already (told later, it silently sends nothing)."""
+    for i, micro_batch in enumerate(micro_batches):
+        for model in models:
+            model.require_backward_grad_sync = i == len(micro_batches) - 1
+        yield micro_batch
 
 
 def compile_blocks(model, setup, wanted):

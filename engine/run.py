@@ -71,11 +71,19 @@ def refuse_once(setup, *problems):
     refuse(*problems)
 
 
+def refuse_missing(setup, wanted, *advice):
+    """Refuses when files or folders are missing, all of them at once. wanted: {path: what it holds}; advice: how to
+    come by them."""
+    if missing := [f"{path} does not exist: no {what}" for path, what in wanted.items() if not path.exists()]:
+        refuse_once(setup, *missing, *advice)
+
+
 def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, facts, setup):
     """Saves after step `done` of `total` what the intervals ask for, and removes what is older than config.keep; ->
     whether it did. Light before full: where a full checkpoint is, the light one of its step is too. The first of
-    modules is the model that a light checkpoint holds. Weights that are not finite are never saved."""
-    due = [kind for kind, every in (("light", config.save_light), ("full", config.save_full))
+    modules is the model that a light checkpoint holds. Weights that are not finite are never saved. A stage without
+    these keys saves no light checkpoints here, and keeps one."""
+    due = [kind for kind, every in (("light", getattr(config, "save_light", 0)), ("full", config.save_full))
            if done == total or every and done % every == 0]
     if not due:
         return False
@@ -89,11 +97,11 @@ def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, f
         checkpoint.save_full(folder, done, modules, optimizers, facts, setup)
     if setup.is_main:
         for kind in due:
-            checkpoint.prune(folder, kind, config.keep)
+            checkpoint.prune(folder, kind, getattr(config, "keep", 1))
     return True
 
 
-def refuse_hopeless(guard, step, what, setup):
-    refuse_once(setup, f"step {step}: {guard.in_a_row} steps in a row had a loss or gradient that is not finite, so "
+def refuse_hopeless(in_a_row, step, what, setup):
+    refuse_once(setup, f"step {step}: {in_a_row} steps in a row had a loss or gradient that is not finite, so "
                        "the run ends. The last good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, or "
                        f"look at the data of these steps: log.jsonl has their {what}.")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.loss import token_losses
-from engine.optim import Guard, adamw, clip, lr_at, muon, set_lr, warmup_length
+from engine.optim import adamw, clip, lr_at, muon, set_lr, warmup_length
 from small import small_llama
 
 
@@ -65,14 +65,6 @@ def test_clip_scales_to_the_norm_and_tells_what_is_not_finite():
     assert math.sqrt(a.grad.square().sum() + b.grad.square().sum()) == pytest.approx(1.0, abs=1e-4)
     b.grad[1] = float("nan")
     assert math.isnan(clip([a, b], 1.0).item())
-
-
-def test_guard_counts_in_a_row():
-    guard = Guard(3)
-    verdicts = [guard.good(*pair) for pair in ((1.0, 1.0), (math.nan, 1.0), (1.0, math.inf), (1.0, 1.0), (math.inf, 1.0))]
-    assert verdicts == [True, False, False, True, False] and guard.in_a_row == 1 and not guard.hopeless
-    guard.good(1.0, math.nan), guard.good(math.nan, math.nan)
-    assert guard.hopeless
 
 
 def test_a_sum_over_the_step_has_one_gradient_for_any_split():

@@ -398,6 +398,23 @@ def test_interrupted_and_continued_is_the_same(world, tmp_path, monkeypatch, cap
     assert "already done" in capsys.readouterr().out
 
 
+def test_prompts_without_a_rule_are_for_learning_too(world, tmp_path, monkeypatch):
+    """Nobody knows their gold: it is promised nothing of, also when the run was interrupted and its start was read back."""
+    rows = [json.loads(line) for line in (world / "data" / "chat" / "prompts_val.jsonl").read_text().splitlines()]
+    for name in ("train", "val"):
+        toy.write_lines(tmp_path / "chat" / f"prompts_{name}.jsonl", [{"messages": row["messages"]} for row in rows])
+    options = [f"--data_dir={tmp_path}", "--updates=2", "--save_full=1"]
+    real = rlhf.improve
+    monkeypatch.setattr(rlhf, "improve", lambda *args: real(*args) if args[5] == 0 else sys.exit("killed"))
+    with pytest.raises(SystemExit, match="killed"):
+        rlhf.main(config_of(world, tmp_path, *options))
+    gc.collect()
+    monkeypatch.setattr(rlhf, "improve", real)
+    rlhf.main(config_of(world, tmp_path, *options))
+    result = json.loads((tmp_path / "ppo" / "result.json").read_text())
+    assert result["after"]["gold"] is None and set(result["bounds"]) == {"stop_rate", "kl", "length"}
+
+
 def test_another_starting_model_does_not_continue_the_run(world, words, tmp_path, monkeypatch, capsys):
     """Its reference would be another one in the middle of the run, without a sound."""
     def interrupt(*args, **kwargs):
