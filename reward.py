@@ -210,8 +210,8 @@ def report_control(rankings, scores, ratio):
     tokens."""
     better, worse, _ = pairs_of(rankings)
     lengths = torch.tensor([float(len(d) - r["prompt"]) for r in rankings for d in r["dialogues"]])
-    longer, shorter = torch.maximum(lengths[better], lengths[worse]), torch.minimum(lengths[better], lengths[worse])
-    apart = longer / shorter.clamp(min=1)
+    both = torch.stack([lengths[better], lengths[worse]])
+    apart = both.amax(0) / both.amin(0)                    # an answer has its <|end|> at least
     kept = apart >= ratio
     if not kept.any():
         return {"pairs": 0, "left_out": len(kept)}

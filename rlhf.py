@@ -201,56 +201,50 @@ def improve(policy, value, optimizers, batch, old, update, config, setup, check=
     total = lambda tensor: all_sum(tensor, setup)
     generator = torch.Generator().manual_seed(seed_of(config.seed, "minibatches", update, setup.rank))
     sums = torch.zeros(5, device=batch.ids.device)        # policy loss, value loss, approx_kl, clipped, tokens
-    steps, first_ratio = 0, 0.0
-    for epoch in range(config.epochs):
-        order = torch.randperm(len(batch.ids), generator=generator).to(batch.ids.device)
-        for rows in order.chunk(config.minibatches):
-            # All tokens of the step, on all ranks. Dividing by a micro-batch's own count would make a mean of means, in
-            # which a token of a short answer weighs more.
-            count = total(batch.answer[rows].sum())
-            here = torch.zeros(4, device=batch.ids.device)
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=True)
-            for micro in accumulate(rows.split(config.micro_batch_size), policy, value):
-                mask, before = batch.answer[micro], old["logprobs"][micro]
-                with setup.autocast():
-                    new = answer_logprobs(policy, batch, micro, config)
-                    loss = rl.policy_loss(new, before, old["advantages"][micro], config.clip_range)
-                    loss = rl.masked_sum(loss, mask)
-                    (loss * setup.world / count).backward()             # DDP averages over ranks: hence * world
-                    values = answer_values(value, batch, micro)
-                    error = rl.value_loss(values, old["values"][micro], old["returns"][micro], config.value_clip_range)
-                    error = rl.masked_sum(error, mask)
-                    (error * setup.world / count).backward()
-                with torch.no_grad():
-                    moved = rl.masked_sum(rl.approx_kl(new, before), mask)
-                    clipped = rl.masked_sum(rl.clipped(new, before, config.clip_range), mask)
-                    here += torch.stack([loss, error, moved, clipped])
-                    if steps == 0:
-                        first_ratio = max(first_ratio, rl.largest(new - before, mask))
-            here = total(here)
-            if check and steps == 0:
-                stop_if_wrong(ratio_problems(first_ratio, setup), setup)
-            # Has the policy left the neighbourhood in which these answers say something about it? Judged before the
-            # step and over all ranks, and then no step is taken: multiplying the loss by 0 would not do, Adam's
-            # momentum moves the weights without any gradient.
-            if config.max_approx_kl and here[2] / count > config.max_approx_kl:
-                return means(sums, steps, first_ratio, stopped=True)
-            norms = [clip(network.parameters(), config.grad_clip).item() for network in (policy, value)]
-            if not math.isfinite(sum(norms)):
-                refuse_once(setup, f"update {update}: the gradients' norms are {norms}: nothing that could be learned "
-                            "from. The last checkpoint is as it was; lower --learning_rate, or use --dtype=fp32")
-            for optimizer in optimizers:
-                optimizer.step()
-            steps += 1
-            sums += torch.cat([here, count[None]])
-    return means(sums, steps, first_ratio, stopped=False)
-
-
-def means(sums, steps, first_ratio, stopped):
-    """What the log says about an update; the sums are over all tokens of all steps that were taken."""
-    per_token = (sums[:4] / sums[4].clamp(min=1)).tolist()
-    return {**dict(zip(("policy_loss", "value_loss", "approx_kl", "clipfrac"), per_token)),
+    steps, first_ratio, stopped = 0, 0.0, False
+    orders = [torch.randperm(len(batch.ids), generator=generator).to(batch.ids.device) for _ in range(config.epochs)]
+    for rows in [rows for order in orders for rows in order.chunk(config.minibatches)]:
+        # All tokens of the step, on all ranks. Dividing by a micro-batch's own count would make a mean of means, in
+        # which a token of a short answer weighs more.
+        count = total(batch.answer[rows].sum())
+        here = torch.zeros(4, device=batch.ids.device)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        for micro in accumulate(rows.split(config.micro_batch_size), policy, value):
+            mask, before = batch.answer[micro], old["logprobs"][micro]
+            with setup.autocast():
+                new = answer_logprobs(policy, batch, micro, config)
+                loss = rl.policy_loss(new, before, old["advantages"][micro], config.clip_range)
+                loss = rl.masked_sum(loss, mask)
+                (loss * setup.world / count).backward()                 # DDP averages over ranks: hence * world
+                values = answer_values(value, batch, micro)
+                error = rl.value_loss(values, old["values"][micro], old["returns"][micro], config.value_clip_range)
+                error = rl.masked_sum(error, mask)
+                (error * setup.world / count).backward()
+            with torch.no_grad():
+                moved = rl.masked_sum(rl.approx_kl(new, before), mask)
+                clipped = rl.masked_sum(rl.clipped(new, before, config.clip_range), mask)
+                here += torch.stack([loss, error, moved, clipped])
+                if steps == 0:
+                    first_ratio = max(first_ratio, rl.largest(new - before, mask))
+        here = total(here)
+        if check and steps == 0:
+            stop_if_wrong(ratio_problems(first_ratio, setup), setup)
+        # Has the policy left the neighbourhood in which these answers say something about it? Judged before the step
+        # and over all ranks, and then no step is taken: multiplying the loss by 0 would not do, Adam's momentum moves
+        # the weights without any gradient.
+        if stopped := bool(config.max_approx_kl and here[2] / count > config.max_approx_kl):
+            break
+        norms = [clip(network.parameters(), config.grad_clip).item() for network in (policy, value)]
+        if not math.isfinite(sum(norms)):
+            refuse_once(setup, f"update {update}: the gradients' norms are {norms}: nothing that could be learned "
+                        "from. The last checkpoint is as it was; lower --learning_rate, or use --dtype=fp32")
+        for optimizer in optimizers:
+            optimizer.step()
+        steps += 1
+        sums += torch.cat([here, count[None]])
+    means = (sums[:4] / sums[4].clamp(min=1)).tolist()
+    return {**dict(zip(("policy_loss", "value_loss", "approx_kl", "clipfrac"), means)),
             "first_ratio": first_ratio, "optimizer_steps": steps, "stopped_early": stopped}
 
 
@@ -511,7 +505,7 @@ def main(config):
     monitor = Monitor(run, setup, config.updates, first, label="ppo")
 
     for update in range(first, config.updates):
-        clock = [time.perf_counter()]
+        began = time.perf_counter()
         lr, _ = [set_lr(optimizer, lr_at(update, config.updates + 1, peak, 0, "linear", final=0.0))
                  for optimizer, peak in zip(optimizers, peaks)]
 
@@ -520,7 +514,7 @@ def main(config):
         asked = [prompts[i] for i in order]
         seed = seed_of(config.seed, "rollout", update, setup.rank)
         batch = roll_out(policy, [prompt["ids"] for prompt in asked], tokenizer, config, seed, setup)
-        clock.append(time.perf_counter())
+        rolled_out = time.perf_counter()
 
         # 2. Judge.
         judged = judge(policy, reference, value, reward, batch, config, setup)
@@ -534,7 +528,7 @@ def main(config):
         # 4. Advantages. The critic learns returns as they are; the policy gets advantages whitened over all ranks.
         advantages, returns = rl.gae(rewards, values, batch.answer, config.gamma, config.lam)
         whitened = rl.whiten(advantages, batch.answer, total=total)
-        clock.append(time.perf_counter())
+        scored = time.perf_counter()
 
         # 5. Self-check, before anything is learned.
         check = config.self_check and update == first
@@ -544,16 +538,14 @@ def main(config):
         # 6. Improve.
         before = {"logprobs": old, "values": values, "advantages": whitened, "returns": returns}
         learned = improve(*trained, optimizers, batch, before, update, config, setup, check)
-        clock.append(time.perf_counter())
 
         # 7. Log, adapt, save.
         per_answer = total(measures(batch, asked, scores, old - ref).sum(-1)) / config.episodes
         numbers = dict(zip(MEASURES, per_answer.tolist()))
         numbers["entropy"] = rl.masked_mean(entropies, batch.answer, total).item()
         numbers["explained_variance"] = rl.explained_variance(values, returns, batch.answer, total).item()
-        numbers.update(learned, kl_coef=kl_coef, lr=lr)
-        seconds = [end - begin for begin, end in zip(clock, clock[1:])]
-        numbers.update(zip(("rollout_seconds", "scoring_seconds", "update_seconds"), seconds))
+        numbers.update(learned, kl_coef=kl_coef, lr=lr, rollout_seconds=rolled_out - began,
+                       scoring_seconds=scored - rolled_out, update_seconds=time.perf_counter() - scored)
         if config.kl_target:
             kl_coef = rl.adapted_kl_coef(kl_coef, numbers["kl"], config.kl_target, config.episodes, config.kl_horizon)
         monitor.advance()

@@ -302,8 +302,7 @@ def main(config):
             line += f"  held-out loss {record['val_loss']:.4f}"
         if record:
             monitor.log(done, line.strip(), **record)
-        if in_a_row >= config.max_bad_steps:
-            refuse_hopeless(in_a_row, done, "conversations", setup)
+        refuse_hopeless(in_a_row, done, "conversations", config, setup)
         facts = {"in_a_row": in_a_row, "config_hash": config.hash, "tokenizer_hash": tokenizer.hash}
         save_when_due(run, done, max_steps, config, modules, moments, tokenizer, facts, setup)
         monitor.advance()

@@ -277,8 +277,7 @@ def main(config):
             line += f"  held-out loss {scores['loss']:.4f}, {scores['bits_per_byte']:.4f} bits per byte"
         if record:
             monitor.log(done, line.strip(), **record)
-        if in_a_row >= config.max_bad_steps:
-            refuse_hopeless(in_a_row, done, "blocks", setup)
+        refuse_hopeless(in_a_row, done, "blocks", config, setup)
         facts = {"tokens": tokens, "in_a_row": in_a_row, "config_hash": config.hash, "data_hash": train.data_hash,
                  "tokenizer_hash": tokenizer.hash}
         save_when_due(run, done, config.max_steps, config, modules, moments, tokenizer, facts, setup)

@@ -128,16 +128,14 @@ def save_model(folder, model, tokenizer):
             size = 0
         parts[-1][name] = tensors[name]
         size += tensors[name].nbytes
-    if len(parts) == 1:
-        save_file(parts[0], folder / "model.safetensors", metadata={"format": "pt"})
-        return
-    place = {}
+    place = {}                                             # of each tensor: its file
     for number, part in enumerate(parts, start=1):
-        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors" if parts[1:] else "model.safetensors"
         save_file(part, folder / file, metadata={"format": "pt"})
         place.update(dict.fromkeys(part, file))
-    total = sum(tensors[name].nbytes for name in place)
-    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": place})
+    if parts[1:]:
+        total = sum(tensors[name].nbytes for name in place)
+        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": place})
 
 
 @torch.no_grad()

@@ -101,7 +101,9 @@ def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, f
     return True
 
 
-def refuse_hopeless(in_a_row, step, what, setup):
-    refuse_once(setup, f"step {step}: {in_a_row} steps in a row had a loss or gradient that is not finite, so "
-                       "the run ends. The last good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, or "
-                       f"look at the data of these steps: log.jsonl has their {what}.")
+def refuse_hopeless(in_a_row, step, what, config, setup):
+    """Ends a run of which so many steps in a row could not be learned from."""
+    if in_a_row >= config.max_bad_steps:
+        refuse_once(setup, f"step {step}: {in_a_row} steps in a row had a loss or gradient that is not finite, so the "
+                           "run ends. The last good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, "
+                           f"or look at the data of these steps: log.jsonl has their {what}.")

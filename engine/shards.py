@@ -136,37 +136,37 @@ class TokenData:
     """
 
     def __init__(self, folder, split, tokenizer_hash=None, rebuild="python prepare_data.py"):
-        self.folder = Path(folder)
+        self.folder, self.rebuild = Path(folder), rebuild
         if not (self.folder / "index.json").exists():
-            refuse(f"there are no token shards in {self.folder} (no index.json). Make them with\n    {rebuild}")
-        self.index, self.rebuild = read_json(self.folder / "index.json"), rebuild
+            self.refuse("there are no token shards (no index.json)")
+        self.index = read_json(self.folder / "index.json")
         if missing := {"tokenizer_hash", "splits", "dtype", "vocab_size", "bos_id", "eos_id"} - self.index.keys():
-            refuse(f"{self.folder / 'index.json'} has no {', '.join(sorted(missing))}. Make the shards anew with\n"
-                   f"    {rebuild}")
+            self.refuse(f"index.json has no {', '.join(sorted(missing))}")
         if tokenizer_hash is not None and tokenizer_hash != self.index["tokenizer_hash"]:
-            refuse(f"the shards in {self.folder} were made with another tokenizer than the one in use:\n"
-                   f"    shards     {self.index['tokenizer_hash']}\n    tokenizer  {tokenizer_hash}\n"
-                   f"Their ids mean nothing to it. Make them anew with\n    {rebuild}")
+            self.refuse("the shards were made with another tokenizer than the one in use\n"
+                        f"    shards     {self.index['tokenizer_hash']}\n    tokenizer  {tokenizer_hash}\n"
+                        "so their ids mean nothing to it")
         entry = self.index["splits"].get(split)
         if not entry or not entry["n_docs"]:
-            refuse(f"the shards in {self.folder} have no documents in the split '{split}'. Raise val_fraction or give "
-                   f"more input, and run\n    {rebuild}")
+            self.refuse(f"there are no documents in the split '{split}': raise val_fraction or give more input")
         self.n_tokens, self.n_docs = entry["n_tokens"], entry["n_docs"]
         self.bos_id, self.eos_id = self.index["bos_id"], self.index["eos_id"]
         dtype = np.dtype(self.index["dtype"]).newbyteorder("<")
-        self.files = [self._map(file["name"], dtype, file["tokens"], rebuild) for file in entry["files"]]
+        self.files = [self._map(file["name"], dtype, file["tokens"]) for file in entry["files"]]
         self.starts = np.cumsum([0] + [len(file) for file in self.files])
-        self.offsets = self._map(entry["offsets"]["name"], np.dtype("<u8"), self.n_docs + 1, rebuild)
+        self.offsets = self._map(entry["offsets"]["name"], np.dtype("<u8"), self.n_docs + 1)
         checksums = [file["sha256"] for file in entry["files"]] + [entry["offsets"]["sha256"]]
         self.data_hash = hashlib.sha256("".join(checksums).encode()).hexdigest()
 
-    def _map(self, name, dtype, count, rebuild):
+    def refuse(self, problem):
+        refuse(f"{self.folder}: {problem}. Make the shards anew with\n    {self.rebuild}")
+
+    def _map(self, name, dtype, count):
         path = self.folder / name
         size = path.stat().st_size if path.exists() else None
         if size != count * dtype.itemsize:
             found = "is missing" if size is None else f"has {size:,} bytes"
-            refuse(f"{path} {found}, expected {count * dtype.itemsize:,} bytes. "
-                   f"Make the shards anew with\n    {rebuild}")
+            self.refuse(f"{name} {found}, expected {count * dtype.itemsize:,} bytes")
         return np.memmap(path, dtype, "r", shape=(count,))
 
     def read(self, start, count):
@@ -177,8 +177,8 @@ class TokenData:
                  for number in range(first, last)]
         ids = np.concatenate([np.empty(0, dtype=np.int64), *parts])
         if len(ids) and ids.max() >= self.index["vocab_size"]:
-            refuse(f"the shards in {self.folder} are damaged: token id {ids.max()} at {start:,} or behind, where the "
-                   f"vocabulary has {self.index['vocab_size']}. Make them anew with\n    {self.rebuild}")
+            self.refuse(f"the shards are damaged: token id {ids.max()} at {start:,} or behind, where the "
+                        f"vocabulary has {self.index['vocab_size']}")
         return ids
 
 
