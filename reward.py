@@ -230,11 +230,10 @@ def standardise(model, policy, prompts, tokenizer, config, setup):
     start, the critic need not chase an offset first, and a clip range of 0.2 means something. Both go into the head's
     weight and bias: kept in a file beside it, a reload by hand would silently lose them."""
     answers = generate(policy, prompts, config.max_new_tokens, chat.stop_ids(tokenizer), seed=config.seed).ids
-    dialogues, size = [p + a for p, a in zip(prompts, answers)], config.micro_batch_size
+    answered = [{"dialogues": [p + a], "prompt": len(p)} for p, a in zip(prompts, answers)]
+    parts = [answered[i:i + config.micro_batch_size] for i in range(0, len(answered), config.micro_batch_size)]
     with setup.autocast():
-        lengths = [len(p) for p in prompts]
-        scores = torch.cat([scores_along(model, dialogues[i:i + size], lengths[i:i + size], tokenizer.pad_id,
-                                         setup.device)[:, -1] for i in range(0, len(dialogues), size)])
+        scores = torch.cat([score_rankings(model, part, tokenizer.pad_id, setup.device)[:, -1] for part in parts])
     mean, deviation = scores.mean(), scores.std().clamp(min=1e-6)
     model.score.weight.div_(deviation)
     model.score.bias.sub_(mean).div_(deviation)

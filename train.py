@@ -182,19 +182,18 @@ def split_of(total):
 def evaluate(model, data, blocks, config, tokenizer, byte_counts, setup):
     """Mean loss, loss by kind, and bits per byte over fixed blocks of held-out text, divided over the ranks."""
     model.eval()
-    total, nats, n_bytes = torch.zeros(9, dtype=torch.float64), 0.0, 0
+    total = torch.zeros(11, dtype=torch.float64, device=setup.device)      # `sums`; nats and bytes of the text
     for x, y, w in load(data, blocks, config, setup):
         with setup.autocast():
             losses = token_losses(parallel.bare(model)(x), y)
-        total += sums(losses, x, y, w, tokenizer).cpu()
         text = (w > 0) & (y != tokenizer.eos_id)
-        nats += losses.double()[text].sum().item()
-        n_bytes += byte_counts[y[text].cpu()].sum().item()
+        spelled = torch.stack([losses.double()[text].sum(), byte_counts[y[text]].sum().double()])
+        total += torch.cat([sums(losses, x, y, w, tokenizer), spelled])
     model.train()
-    together = parallel.all_sum(torch.cat([total, torch.tensor([nats, n_bytes], dtype=torch.float64)]).to(setup.device), setup).cpu()
-    counted = together[5:9].sum() - together[7]                            # BOS is no target
-    return {"loss": (together[0] / counted).item(), **{f"loss_{k}": v for k, v in split_of(together).items()},
-            "bits_per_byte": (together[9] / math.log(2) / together[10].clamp(min=1)).item()}
+    total = parallel.all_sum(total, setup)
+    counted = total[5:9].sum() - total[7]                                  # BOS is no target
+    return {"loss": (total[0] / counted).item(), **{f"loss_{kind}": value for kind, value in split_of(total).items()},
+            "bits_per_byte": (total[9] / math.log(2) / total[10].clamp(min=1)).item()}
 
 
 def main(config):
@@ -235,7 +234,8 @@ def main(config):
               f"run         {config.max_steps:,} steps, {config.max_steps * config.batch_tokens:,} tokens, "
               f"{config.max_steps * per_step / blocks:.2f} epochs of {train.n_tokens:,} tokens; "
               f"{flops * config.max_steps * config.batch_tokens:.2e} FLOPs; warm-up {warmup} steps")
-    byte_counts = torch.tensor([len(b) for b in tokenizer.token_bytes] + [0] * (shape.vocab_size - tokenizer.vocab_size))
+    byte_counts = [len(b) for b in tokenizer.token_bytes] + [0] * (shape.vocab_size - tokenizer.vocab_size)
+    byte_counts = torch.tensor(byte_counts, device=setup.device)
     val_total = n_blocks(val.n_tokens, config.block_size)
     looked_at = min(config.eval_blocks, val_total)
     val_blocks = [i * val_total // looked_at for i in range(looked_at)]                   # spread over the whole text
