@@ -112,14 +112,14 @@ def read_prompts(path):
 def read_preferences(path):
     """-> list of dicts with "prompt", "ranked" and what else the line had. `ranked` is a list of lists of texts: best
     first, and what stands in one list is equally good. A pair has become the ranking [[chosen], [rejected]]."""
-    entries = read_lines(path, _wrong_preference)
-    for entry in entries:
-        entry["ranked"] = _levels(entry.pop("ranked", None) or [entry.pop("chosen"), entry.pop("rejected")])
-    return entries
+    entries = [{**entry, "ranked": _levels(entry)} for entry in read_lines(path, _wrong_preference)]
+    return [{key: value for key, value in entry.items() if key not in ("chosen", "rejected")} for entry in entries]
 
 
-def _levels(ranked):
-    return [texts if isinstance(texts, list) else [texts] for texts in ranked]
+def _levels(entry):
+    """The texts of a preference, those of one worth in a list; none when `ranked` is no list."""
+    ranked = entry.get("ranked", [[entry.get("chosen")], [entry.get("rejected")]])
+    return [texts if isinstance(texts, list) else [texts] for texts in ranked] if isinstance(ranked, list) else []
 
 
 def _wrong_preference(entry):
@@ -128,16 +128,11 @@ def _wrong_preference(entry):
         wrong.append(f"margin must be a number >= 0, found {_short(entry['margin'])}")
     if "ranked" in entry and ("chosen" in entry or "rejected" in entry):
         wrong.append("has ranked and chosen or rejected; it can only be one of the two forms")
-    if "ranked" in entry:
-        ranked = entry["ranked"]
-        levels = _levels(ranked) if isinstance(ranked, list) else []
-    else:                                                  # a chosen or rejected that is a list is no text
-        ranked = [entry.get("chosen"), entry.get("rejected")]
-        levels = [[text] for text in ranked]
+    levels = _levels(entry)
     texts = sum(levels, [])
     if len(levels) < 2 or not all(levels) or not all(map(_is_text, texts)):
         wrong.append("chosen and rejected, or the two or more members of ranked, must be texts that are not empty "
-                     f"(or lists of such that are equally good), found {_short(ranked)}")
+                     f"(or lists of such that are equally good), found {_short(entry.get('ranked', levels))}")
     elif len(set(texts)) < len(texts):
         wrong.append("the same text stands there twice, which is no preference")
     return wrong
