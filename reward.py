@@ -25,7 +25,6 @@ Writes  out_dir/reward/step_N/        the model: a Hugging Face trunk, the head 
 An interrupted run is continued by the same command; a finished one says that it is done.
 """
 import math
-import time
 from functools import lru_cache, partial
 from itertools import combinations
 from pathlib import Path
@@ -256,7 +255,7 @@ def show(result, folder):
     samples = result["sft_samples"]
     print(f"scores of the starting model's answers: mean {samples['mean']:.2f}, deviation {samples['deviation']:.2f}; "
           "now 0 and 1")
-    print(f"reward: done in {result['seconds']:.0f} s, model in {folder}", flush=True)
+    print(f"reward model in {folder}", flush=True)
 
 
 # --- The run ---------------------------------------------------------------------------------------------------------
@@ -264,7 +263,7 @@ def show(result, folder):
 def main(config):
     # 1. Where we are, and whether there is anything left to do.
     setup = start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
-    started, data = time.perf_counter(), Path(config.data_dir) / "chat"
+    data = Path(config.data_dir) / "chat"
     train_file, source = data / "preferences_train.jsonl", find_folder(config.init_from or Path(config.out_dir) / "sft")
     refuse_missing(setup, {train_file: "preferences"},
                    f"The demonstration's are made by: {config.command('prepare_chat.py')}")
@@ -323,7 +322,7 @@ def main(config):
     compile_blocks(model, setup, config.compile)
     wrapped = wrap(model, setup)
     state = checkpoint.resume(run, modules, moments, setup) or {"step": 0}
-    first, before, warmup = state["step"], state.get("seconds", 0.0), int(config.warmup_share * steps)
+    first, warmup = state["step"], int(config.warmup_share * steps)
     plan_of = lru_cache(1)(partial(steps_by_length, lengths, config.batch_size, config.window, config.seed))
     monitor = Monitor(run, setup, steps, first, label="reward")
     for step in range(first, steps):
@@ -355,8 +354,7 @@ def main(config):
             line = f"loss {loss:.4f}  ranked right {accuracy:.1%}"
             monitor.log(done, line, loss=loss, along=share, accuracy=accuracy, lr=lr, grad_norm=norm)
         if done < steps:
-            facts = {"seconds": before + time.perf_counter() - started}
-            save_when_due(run, done, steps, config, modules, moments, tokenizer, facts, setup)
+            save_when_due(run, done, steps, config, modules, moments, tokenizer, {}, setup)
     monitor.close()
 
     # 5. What it knows: on pairs that it has not seen, and on pairs that differ in nothing but length.
@@ -372,7 +370,6 @@ def main(config):
     policy.to(setup.device).eval()
     result["sft_samples"] = standardise(model, policy, prompts, tokenizer, config, setup)
     folder = checkpoint.save_light(run, steps, model, tokenizer, setup, {"config_hash": config.hash})
-    result["seconds"] = before + time.perf_counter() - started
     if setup.is_main:
         write_json(run / "result.json", result)
         show(result, folder)

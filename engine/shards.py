@@ -237,13 +237,12 @@ def step_blocks(step, blocks_per_step, n_blocks, seed):
     a step may lie across the edge of two, and nothing but the step's number is needed to find the place again.
     """
     place = step * blocks_per_step + np.arange(blocks_per_step, dtype=np.int64)
-    epoch, within = place // n_blocks, place % n_blocks
-    result = np.empty(blocks_per_step, dtype=np.int64)
+    epoch, within = np.divmod(place, n_blocks)
+    parts = []
     for number in np.unique(epoch):
-        here = epoch == number
         epoch_seed = int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little")
-        result[here] = permuted(within[here], n_blocks, epoch_seed)
-    return result
+        parts.append(permuted(within[epoch == number], n_blocks, epoch_seed))
+    return np.concatenate(parts)
 
 
 def steps_by_length(lengths, batch_size, window, seed, epoch):
