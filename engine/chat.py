@@ -25,6 +25,7 @@ they are. Every line is checked before anything is used, and all bad lines are r
 
 import json
 import math
+from itertools import groupby
 from pathlib import Path
 
 from configurator import refuse
@@ -86,14 +87,11 @@ def stop_ids(tokenizer):
 
 def coloured(tokenizer, ids, weights):
     """The tokens as text for a terminal: green where trained, grey where not, special tokens by name."""
-    runs = []                       # neighbours of one colour are decoded together, so that no character is cut
-    for id, weight in zip(ids, weights, strict=True):
-        colour = 32 if weight > 0 else 90
-        if not runs or runs[-1][0] != colour:
-            runs.append((colour, []))
-        runs[-1][1].append(id)
-    texts = [(colour, printable(tokenizer.decode(run, skip_special=False))) for colour, run in runs]
-    return "".join(f"\x1b[{colour}m{text}\x1b[0m" for colour, text in texts)
+    parts = []                      # neighbours of one colour are decoded together, so that no character is cut
+    for trained, run in groupby(zip(ids, weights, strict=True), key=lambda pair: pair[1] > 0):
+        text = printable(tokenizer.decode([id for id, _ in run], skip_special=False))
+        parts.append(f"\x1b[{32 if trained else 90}m{text}\x1b[0m")
+    return "".join(parts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

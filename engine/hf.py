@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from configurator import refuse
+from engine.chat import stop_ids
 from engine.files import read_json, write_json
 from engine.manifest import newest, verify
 from engine.tokenizer import Tokenizer
@@ -108,8 +109,7 @@ def write_config(folder, model, tokenizer):
     if lm:
         write_json(Path(folder) / "generation_config.json",
                    {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id,
-                    "eos_token_id": [id for id in (tokenizer.eos_id, tokenizer.specials.get("<|end|>"))
-                                     if id is not None]})
+                    "eos_token_id": sorted(stop_ids(tokenizer))})
 
 
 def save_model(folder, model, tokenizer):

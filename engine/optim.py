@@ -80,8 +80,4 @@ def set_lr(optimizer, learning_rate):
 def clip(parameters, max_norm):
     """Scales all gradients so that their joint norm is at most max_norm (0: only measures); -> the norm before, a
     tensor. It is NaN or inf when any gradient is: a free detector, and the caller must then not step."""
-    parameters = list(parameters)      # model.parameters() is a generator: read once, it has nothing left to scale
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if max_norm:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
