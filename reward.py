@@ -99,8 +99,7 @@ def read_rankings(path, tokenizer, block_size):
 
 
 def gap_of(record):
-    """By how much a pair's chosen answer is better, where the file tells; for the report only. NaN where it does
-    not."""
+    """By how much a pair's chosen answer is better, for the report only; NaN where the file does not tell."""
     scores = record.get("scores")                      # the user's own key may be anything
     if isinstance(scores, dict) and all(type(scores.get(side)) in (int, float) for side in ("chosen", "rejected")):
         return scores["chosen"] - scores["rejected"]
@@ -155,8 +154,7 @@ def score_rankings(model, rankings, pad_id, device):
 
 @torch.no_grad()
 def score_all(model, rankings, pad_id, setup, size):
-    """The scores of all dialogues of all rankings, in their order -> (N,) on the CPU. Each rank scores all: it is
-    short."""
+    """The scores of all dialogues of all rankings, in their order -> (N,) on the CPU. Each rank scores all of them."""
     order, scores = sorted(range(len(rankings)), key=lambda i: longest(rankings[i])), {}
     for i in range(0, len(order), size):
         rows = order[i:i + size]
@@ -205,8 +203,7 @@ def report(rankings, scores):
 
 
 def report_control(rankings, scores, ratio):
-    """What length does to the score when nothing else differs; over the pairs whose answers differ `ratio` x in
-    tokens."""
+    """What length does to the score when nothing else differs, over pairs of which one has `ratio` x the tokens."""
     better, worse, _ = pairs_of(rankings)
     lengths = torch.tensor([float(len(d) - r["prompt"]) for r in rankings for d in r["dialogues"]])
     both = torch.stack([lengths[better], lengths[worse]])
@@ -222,8 +219,7 @@ def report_control(rankings, scores, ratio):
 
 @torch.no_grad()
 def standardise(model, policy, prompts, tokenizer, config, setup):
-    """Moves and scales the head so that the starting model's own answers have scores of mean 0 and standard deviation
-    1.
+    """Moves and scales the head so that the starting model's own answers have scores of mean 0 and deviation 1.
 
     The loss fixes neither, since it sees differences only. But for PPO a score is then a number of deviations above the
     start, the critic need not chase an offset first, and a clip range of 0.2 means something. Both go into the head's
@@ -307,8 +303,7 @@ def main(config):
     model.to(setup.device).eval()                                          # dropout would be noise in a difference
 
     # 3. What it will cost.
-    per_epoch = len(train) // config.batch_size
-    rest = len(train) % config.batch_size
+    per_epoch, rest = divmod(len(train), config.batch_size)
     train = train[:per_epoch * config.batch_size]                          # a short step would weigh its answers more
     steps, lengths = config.epochs * per_epoch, np.array([longest(ranking) for ranking in train])
     pairs = sum(i < j for ranking in train for i, j in combinations(ranking["level"], 2))
@@ -335,8 +330,7 @@ def main(config):
             with setup.autocast():
                 along = score_rankings(wrapped, micro, tokenizer.pad_id, setup.device)
                 loss, right = losses(along, micro, share, config.centring)
-                # Summed over the rankings of the global step and divided by their number. DDP averages over ranks:
-                # * world.
+                # Summed over the global step's rankings, divided by their number. DDP averages over ranks: * world.
                 (loss.sum() * setup.world / config.batch_size).backward()
             sums += torch.stack([loss.sum(), right.sum()]).detach()
         norm = clip(model.parameters(), config.grad_clip).item()

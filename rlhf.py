@@ -103,8 +103,7 @@ MEASURES = ("score", "gold", "kl", "stop_rate", "length")      # of each answer
 
 @dataclass
 class Batch:
-    """Answers of this rank, padded on the left before the prompt (P tokens wide) and on the right behind the answer
-    (R):
+    """Answers of this rank, padded on the left before the prompt (P wide) and on the right behind the answer (R):
 
         ids    . . p p p a a a .        mask     0 0 1 1 1 1 1 1 0        answer (the last R)     1 1 1 0
     """
@@ -149,8 +148,7 @@ def roll_out(policy, prompts, tokenizer, config, seed, setup):
 
 def answer_logprobs(model, batch, rows, config, with_entropy=False):
     """log p of the answers' tokens at the sampling temperature, (B, R). The one function for policy, reference and
-    update: whatever it did wrong it would do wrong in all of them, and the ratio could not drift from 1 by a mere
-    detail."""
+    update: whatever it did wrong it would do wrong in all of them, and the ratio could not drift from 1 by a detail."""
     found = logprobs(model, batch.ids[rows], batch.mask[rows], config.temperature, with_entropy)
     first = batch.prompt_width - 1                        # log p of token t stands at t - 1, where it was predicted
     return tuple(x[:, first:] for x in found) if with_entropy else found[:, first:]
@@ -311,8 +309,7 @@ def entropy_identity(policy, batch, config, setup):
 
 @torch.no_grad()
 def padding_gaps(policy, value, reward, batch, config, setup, extra=5):
-    """How far log-probabilities, values and scores of a few answers move when padding is put before them; -> {name:
-    gap}"""
+    """-> {name: gap}: how far log-probabilities, values and scores of a few answers move with padding before them."""
     rows = torch.arange(min(4, len(batch.ids)), device=batch.ids.device)
     padded = replace(batch, ids=pad(batch.ids, (extra, 0)), mask=pad(batch.mask, (extra, 0)))
     with setup.autocast():
@@ -363,8 +360,7 @@ def measures(batch, prompts, scores, drift):
 
 @torch.no_grad()
 def evaluate(policy, reference, reward, prompts, tokenizer, config, setup):
-    """Sampled answers to held-out prompts -> gold and its deviation, score, kl, stop_rate, length; and three
-    answers."""
+    """Sampled answers to held-out prompts -> the means of MEASURES, the deviation of gold, and three answers."""
     columns, examples = [], []
     for i, some in enumerate(my_share(prompts, config.micro_batch_size, setup)):
         seed = seed_of(config.seed, "evaluation", i * config.micro_batch_size, setup.rank)

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 # ------------------------------------------------------------------------------------------------------------- masks
 
 def is_last(mask):
-    """(B, T) bool -> (B, T) bool: True at the last True of each row, wherever the padding is; a row of padding has
-    none."""
+    """(B, T) bool -> (B, T) bool: True at each row's last True, wherever the padding is; a row of padding has none."""
     still_to_come = mask.flip(-1).cumsum(-1).flip(-1)
     return mask & (still_to_come == 1)
 
@@ -45,8 +44,7 @@ def masked_mean(x, mask, total=lambda t: t):
 
 
 def whiten(x, mask, keep_mean=False, total=lambda t: t):
-    """x (B, R) -> (B, R) with standard deviation 1 over the True of mask on all ranks, and mean 0 unless keep_mean; 0
-    in padding.
+    """x (B, R) -> (B, R) with deviation 1 over the True of mask on all ranks, mean 0 unless keep_mean; 0 in padding.
 
     Advantages lose their mean: otherwise a batch in which everything was good makes every token likelier, whatever it
     was. (Whitened *rewards* keep it.) If all x are equal the result is 0 and not NaN."""
@@ -68,8 +66,7 @@ def kl_rewards(logprobs, ref_logprobs, mask, kl_coef):
 
 def penalise_missing_end(scores, ended, penalty):
     """scores (B,), ended (B,) bool -> (B,). An answer that was cut at the length limit loses `penalty`: its score
-    judges a text that nobody would be shown. Without this line, longer and longer answers are a way to a higher
-    score."""
+    judges a text that nobody would be shown. Otherwise longer and longer answers are a way to a higher score."""
     return torch.where(ended, scores, scores - penalty)
 
 
@@ -125,8 +122,7 @@ def ranking_loss(chosen, rejected, margin=None, centring=0.0):
     """-log sigmoid(chosen - rejected - margin) of each pair: Bradley & Terry 1952. Scores of one shape, margin one that
     fits it or None.
 
-    Only differences matter to it, so scores may drift off together; centring > 0 adds centring * (chosen +
-    rejected)^2."""
+    Only differences matter, so scores may drift off together; centring > 0 adds centring * (chosen + rejected)^2."""
     difference = chosen - rejected if margin is None else chosen - rejected - margin
     return -F.logsigmoid(difference) + centring * (chosen + rejected).square()
 
@@ -145,8 +141,7 @@ def clipped(logprobs, old_logprobs, clip):
 
 
 def explained_variance(values, returns, mask, total=lambda t: t):
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 one that knows only a constant, below 0 a
-    harmful one."""
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 knows only a constant, below 0 is harmful."""
     def variance(x):
         return masked_mean((x - masked_mean(x, mask, total)).square(), mask, total)
     return 1 - variance(returns - values) / variance(returns).clamp(min=1e-12)
@@ -186,7 +181,6 @@ def entropy_gap(surprises, entropies, variances, mask, total=lambda t: t):
 
 
 def largest(x, mask):
-    """The largest |x| where mask is True, as a number; NaN counts as infinite, so that it can not pass under a
-    bound."""
+    """The largest |x| where mask is True, as a number; NaN counts as infinite, or it would pass under a bound."""
     x = torch.where(mask, x, 0.0).abs()
     return torch.nan_to_num(x, nan=float("inf")).max().item() if x.numel() else 0.0
