@@ -114,8 +114,9 @@ def encode(entries, tokenizer, length, overlong):
 def encode_file(path, tokenizer, length, config, setup, at_most=None):
     """encode for the conversations of a file; says how many were cut or left out, and refuses when nothing is left."""
     entries = chat.read_conversations(path)
-    every = max(1, len(entries) // (at_most or len(entries)))
-    examples, counts = encode(entries[::every], tokenizer, length, config.overlong)
+    count = min(at_most or len(entries), len(entries))                     # spread over the whole file
+    entries = [entries[i * len(entries) // count] for i in range(count)]
+    examples, counts = encode(entries, tokenizer, length, config.overlong)
     if not examples:
         refuse_once(setup, f"{path}: no conversation is left to learn from: {counts['too_long']} are longer than "
                     f"{length} tokens, {counts['without_target']} have no trained token (of weight above 0). "

@@ -308,6 +308,14 @@ def test_one_and_two_processes_give_the_same_losses(world):
     assert max((a[name] - b[name]).abs().max() for name in a) < 1e-4
 
 
+def test_no_more_is_held_out_than_was_asked_for(world, monkeypatch):
+    """5 of 8: every second one would be 4, and every single one 8."""
+    seen = []
+    monkeypatch.setattr(sft, "evaluate", lambda model, examples, *rest: seen.append(len(examples)) or 1.0)
+    world("out", "--max_steps=1", "--eval_conversations=5")
+    assert seen == [5]
+
+
 def test_show_colours_what_is_trained_and_trains_nothing(world, capsys):
     run = world("out", "--show=1")
     said = capsys.readouterr().out
