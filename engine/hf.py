@@ -97,26 +97,21 @@ def read_config(folder):
     return ModelConfig(**values)
 
 
-def write_config(folder, model, tokenizer):
-    config = model.config
-    lm = isinstance(model, Llama)
+def save_model(folder, model, tokenizer):
+    """Writes a Hugging Face folder. Called with a folder that nobody reads yet (see checkpoint.save_light)."""
+    folder, config, lm = Path(folder), model.config, isinstance(model, Llama)
     theirs = {"architectures": ["LlamaForCausalLM" if lm else "LlamaForSequenceClassification"], "model_type": "llama",
               **{name: getattr(config, ours) for ours, name in NAMES.items()},
               "head_dim": config.head_dim, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
               "bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id,
               "torch_dtype": str(next(model.parameters()).dtype).removeprefix("torch."), "initializer_range": 0.02}
-    write_json(Path(folder) / "config.json", theirs if lm else {**theirs, "num_labels": 1})
+    write_json(folder / "config.json", theirs if lm else {**theirs, "num_labels": 1})
     if lm:
-        write_json(Path(folder) / "generation_config.json",
+        write_json(folder / "generation_config.json",
                    {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id,
                     "eos_token_id": sorted(stop_ids(tokenizer))})
-
-
-def save_model(folder, model, tokenizer):
-    """Writes a Hugging Face folder. Called with a folder that nobody reads yet (see checkpoint.save_light)."""
-    folder = Path(folder)
-    write_config(folder, model, tokenizer)
     tokenizer.save(folder)
+
     tensors = {name: p.detach().contiguous().cpu() for name, p in model.named_parameters()}
     heads = {name: tensor for name, tensor in tensors.items() if not name.startswith(("model.", "lm_head."))}
     if heads:
