@@ -139,26 +139,30 @@ def spoil(rng, text):
 def sample_ranking(rng, answers, spoiled):
     """`answers` remarks, best first, no two proper ones of equal score; the last `spoiled` of them are spoiled ones, as
     a list, since they are equally bad. In a ranking each remark is compared with all others, so slightly and extremely
-    are told apart, which the sign of one difference seldom does.
+    are told apart, which the sign of one difference seldom does; and what has been spoiled stands there without its
+    fault too, as long as there is room.
 
     What a fault leaves whole says nothing: of the openings that spoiled remarks still begin with, each is as frequent
     as in proper ones, and so is each of the closings. Drawn without that care, most faults fall into long openings and
     closings, a whole one is then a good sign, and a reward model learns to like length.
     """
-    proper = {}
-    while len(proper) < answers - spoiled:
-        remark = sample(rng)
-        if score(remark) > ILL_FORMED:
-            proper.setdefault(score(remark), remark)
-    ranked, last = [proper[points] for points in sorted(proper, reverse=True)], []
+    proper, last = {}, []
     while len(last) < spoiled:
-        hit = rng.choice(("opening", "closing", "closing", "", ""))          # which makes them as long as proper ones
+        hit = rng.choice(("opening", "closing", "", "", ""))
         wanted = None if hit == "opening" else rng.choice(OPENINGS), None if hit == "closing" else rng.choice(CLOSINGS)
-        worse = ""
-        while not worse or ends(worse) != wanted:
-            worse = spoil(rng, sample(rng))
-        if worse not in last:
-            last.append(worse)
+        while True:
+            text = sample(rng)
+            worse = spoil(rng, text)
+            if ends(worse) == wanted and worse not in last and score(text) not in (ILL_FORMED, *proper):
+                break
+        last.append(worse)
+        if len(proper) < answers - spoiled:
+            proper[score(text)] = text
+    while len(proper) < answers - spoiled:
+        text = sample(rng)
+        if score(text) > ILL_FORMED:
+            proper.setdefault(score(text), text)
+    ranked = [proper[points] for points in sorted(proper, reverse=True)]
     return [*ranked, last] if last else ranked
 
 
