@@ -81,19 +81,21 @@ class RMSNorm(nn.Module):
 def rope_table(positions, head_dim, theta):
     """cos and sin of the angle by which RoPE turns each pair at each position.
 
-    positions (1 or B, T), whole numbers; -> two fp32 tensors (1 or B, 1, T, D), the middle 1 being the heads. The
+    positions (1 or B, T), whole numbers; -> two fp32 tensors (1 or B, 1, T, D/2), the middle 1 being the heads. The
     angles need fp32: bf16 has 8 bits and can not tell position 257 from 256."""
     frequency = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    angle = positions.float()[:, None, :, None] * frequency                # (B, 1, T, D/2)
-    angle = torch.cat([angle, angle], dim=-1)                              # (B, 1, T, D)
+    angle = positions.float()[:, None, :, None] * frequency
     return angle.cos(), angle.sin()
 
 
 def rotate(x, cos, sin):
     """Turns the pairs (x[i], x[i + D/2]) of x (B, heads, T, D). Hugging Face pairs halves; Meta's own files pair
     neighbours (x[2i], x[2i+1]). Mixing the two up works for about 20 tokens and then reads as gibberish."""
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+    half = x.size(-1) // 2
+    # Slices, and not x.chunk(2): from that, under the explicit attention in bf16, torch 2.13 compiles for a CPU a gradient
+    # that is NaN in k_proj when T is a multiple of 32.
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 def attend(q, k, v, allowed, kind):

@@ -148,7 +148,7 @@ def sample_ranking(rng, answers, spoiled):
     """
     proper, last = {}, []
     while len(last) < spoiled:
-        hit = rng.choice(("opening", "closing", "", "", ""))
+        hit = rng.choice(("opening", "closing", "closing", "", "", "", ""))     # so they are as long as proper ones
         wanted = None if hit == "opening" else rng.choice(OPENINGS), None if hit == "closing" else rng.choice(CLOSINGS)
         while True:
             text = sample(rng)

@@ -1,5 +1,6 @@
 """The model against transformers' Llama with the same weights, its shapes, its initialisation."""
 import math
+import shutil
 
 import pytest
 import torch
@@ -170,6 +171,27 @@ def test_scores_are_never_rounded_to_bf16():
         assert (got - expected).abs().max() < 0.01, kind
     rounded = (q @ k.transpose(-2, -1) / 8)[0, 0, 2].softmax(-1).float()
     assert (rounded - expected).abs().max() > 0.2          # the mistake, shown
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("padded", [False, True])
+def test_compiled_gradients_of_the_explicit_attention_are_those_of_eager(padded):
+    config = ModelConfig(vocab_size=50, n_layer=1, n_head=2, n_kv_head=2, n_embd=128, n_inner=96, block_size=64)
+    config.attention = "fp32"
+    model = Llama(config).init_weights()
+    ids = torch.randint(0, 50, (2, 64), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(64) >= torch.tensor([[0], [9]])) if padded else None
+
+    def gradients():
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(ids, mask).float().logsumexp(-1).sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    eager = gradients()
+    model.model.layers[0].compile()
+    for a, b in zip(eager, gradients(), strict=True):
+        assert (a - b).norm() < 0.02 * a.norm()                    # NaN is not smaller
 
 
 def test_impossible_shapes_are_all_named(capsys):

@@ -60,8 +60,7 @@ def write_data(folder, prompts=40, pairs=64, control=20, seed=0):
                 [{"prompt": question(rng), "ranked": remark.sample_ranking(rng, 4, 1)} for _ in range(pairs)])
     rows = []
     for i in range(pairs):
-        sample = remark.sample_spoiled_pair if rng.random() < 0.25 else remark.sample_pair
-        better, worse = sample(rng, 0.5, chosen_is_longer=i % 2 == 0)
+        better, worse = remark.sample_pair(rng, 0.5, chosen_is_longer=i % 2 == 0, spoiled=rng.random() < 0.25)
         rows.append({"prompt": question(rng), "chosen": better, "rejected": worse,
                      "scores": {"chosen": remark.score(better), "rejected": remark.score(worse)}})
     write_lines(chat_folder / "preferences_val.jsonl", rows)
