@@ -20,16 +20,16 @@ train_tokenizer = dict(vocab_size=2048)
 # 3.7 million parameters: what two cores can train in three to four minutes, on one and a half epochs of the text.
 # Every token counts in so short a run, so the matrices are trained by Muon.
 train = dict(n_layer=4, n_head=4, n_kv_head=4, n_embd=256, n_inner=704, block_size=256, batch_tokens=8192,
-             micro_batch_size=32, max_steps=180, learning_rate=4e-3, matrix_learning_rate=0.02, eval_every=60,
-             save_light=90, save_full=60)
+             micro_batch_size=32, max_steps=160, learning_rate=4e-3, matrix_learning_rate=0.02, eval_every=40,
+             save_light=80, save_full=40)
 
 # Enough questions that none comes twice: what comes twice is learned by heart. Conversations are short, and for short
 # rows the explicit attention is the faster one on a CPU.
-prepare_chat = dict(questions=80000, preferences=3600)
-sft = dict(batch_size=32, micro_batch_size=32, learning_rate=2e-3, max_steps=700, attention="fp32", compile=True,
-           eval_every=350, save_full=175)
+prepare_chat = dict(questions=80000, preferences=4800)
+sft = dict(batch_size=32, micro_batch_size=32, learning_rate=2e-3, max_steps=660, attention="fp32", compile=True,
+           eval_every=330, save_full=165)
 
 # Small steps, since nobody tells the model the adjectives' tone and the adverbs' strength: it finds them in rankings of
 # eight answers each.
-reward = dict(batch_size=4, learning_rate=1e-3, along_until=0.7, attention="fp32", compile=True, save_full=150)
-rlhf = dict(updates=18, attention="fp32")
+reward = dict(batch_size=4, learning_rate=1.2e-3, along_until=0.7, attention="fp32", compile=True, save_full=150)
+rlhf = dict(updates=16, attention="fp32")
