@@ -153,6 +153,7 @@ def score_rankings(model, rankings, pad_id, device):
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")          # compiling for so few batches would take longer than they do
 def score_all(model, rankings, pad_id, setup, size):
     """The scores of all dialogues of all rankings, in their order -> (N,) on the CPU. Each rank scores all of them."""
     order, scores = sorted(range(len(rankings)), key=lambda i: longest(rankings[i])), {}
@@ -218,6 +219,7 @@ def report_control(rankings, scores, ratio):
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")
 def standardise(model, policy, prompts, tokenizer, config, setup):
     """Moves and scales the head so that the starting model's own answers have scores of mean 0 and deviation 1.
 
@@ -314,7 +316,7 @@ def main(config):
     # 4. Training, from wherever the last full checkpoint stands.
     optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay)
     modules, moments = {"model": model}, {"model": optimizers}
-    compile_blocks(model, setup, config.compile)
+    compile_blocks(model, setup, config.compile, dynamic=True)
     wrapped = wrap(model, setup)
     state = checkpoint.resume(run, modules, moments, setup) or {"step": 0}
     first, warmup = state["step"], int(config.warmup_share * steps)

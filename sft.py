@@ -186,6 +186,7 @@ def forward_backward(model, batches, end_id, setup):
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")       # compiling for so few batches would take longer than they do
 def evaluate(model, examples, config, pad_id, setup):
     """Weighted mean loss over held-out conversations, divided over the ranks."""
     model.eval()
@@ -247,7 +248,7 @@ def main(config):
 
     # 3. Continue where an earlier call stopped.
     model.to(setup.device).train()
-    parallel.compile_blocks(model, setup, config.compile)
+    parallel.compile_blocks(model, setup, config.compile, dynamic=True)
     betas = (config.beta1, config.beta2)
     optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay, betas)
     modules, moments = {"model": model}, {"model": optimizers}

@@ -53,6 +53,7 @@ STRENGTH = {"slightly": 0.25, "fairly": 0.5, "": 1.0, "very": 1.5, "extremely": 
 FAVOURABLE = ("clear", "useful", "handy", "elegant", "fast", "simple", "reliable", "neat", "sound", "pleasant")
 UNFAVOURABLE = ("obscure", "useless", "clumsy", "ugly", "slow", "confusing", "fragile", "messy", "faulty", "dull")
 SIGN = {**{word: +1 for word in FAVOURABLE}, **{word: -1 for word in UNFAVOURABLE}}
+ADJECTIVES = sorted(SIGN)
 
 _TERM = re.compile("(?:(%s) )?(%s)" % ("|".join(filter(None, STRENGTH)), "|".join(SIGN)))
 GRAMMAR = re.compile("(?:{openings}) ({term}(?:(?:, {term}){{0,{more}}} and {term})?)\\.(?:{closings})".format(
@@ -94,7 +95,7 @@ def is_held_out(terms):
 def sample_terms(rng, held_out=False):
     """One to four terms, from the held-out combinations or from the others."""
     while True:
-        adjectives = rng.sample(sorted(SIGN), rng.randint(1, MAX_TERMS))
+        adjectives = rng.sample(ADJECTIVES, rng.randint(1, MAX_TERMS))
         terms = [(rng.choice(list(STRENGTH)), adjective) for adjective in adjectives]
         if is_held_out(terms) == held_out:
             return terms

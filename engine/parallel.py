@@ -145,14 +145,16 @@ def accumulate(micro_batches, *models):
         yield micro_batch
 
 
-def compile_blocks(model, setup, wanted):
+def compile_blocks(model, setup, wanted, dynamic=None):
     """Compiles each block in place (parameter names stay as they are), and says in one line if it can not. All blocks have
     one shape, so one compilation serves them all; compiling the whole model instead takes n_layer times as long for a few
-    percent. On a CPU torch.compile writes C++ and needs a compiler."""
+    percent. On a CPU torch.compile writes C++ and needs a compiler.
+
+    dynamic=True where the batches' widths differ: otherwise the first width is compiled for itself, and all again."""
     if not wanted:
         return
     if setup.device.type == "cpu" and not any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "g++", "clang++")):
         setup.say("compile: no C++ compiler (g++) found; running without, which is slower and otherwise the same")
         return
     for block in model.model.layers:
-        block.compile()
+        block.compile(dynamic=dynamic)
