@@ -14,6 +14,7 @@ import torch
 import reward
 import toy
 from engine import checkpoint, hf, rl
+from engine.monitor import read_log
 from model import ScalarModel
 from small import ALONE, ROOT
 
@@ -251,6 +252,13 @@ def test_interrupted_and_continued_is_the_same(world, tmp_path, monkeypatch, cap
     assert "already done" in capsys.readouterr().out
 
 
+def test_each_epoch_has_an_order_of_its_own(world, tmp_path, monkeypatch):
+    real, epochs = reward.steps_by_length, []
+    monkeypatch.setattr(reward, "steps_by_length", lambda *args: epochs.append(args[-1]) or real(*args))
+    reward.main(config_of(world, tmp_path / "out", "--epochs=2", "--sft_samples=2"))
+    assert epochs == [0, 1]
+
+
 @pytest.mark.parametrize("options, said", [
     (["--batch_size=64"], "40 usable pairs"),
     (["--along_until=1.5"], "share of the run"), (["--max_rankings=-1"], "0 (all) or more"),
@@ -303,5 +311,7 @@ def test_two_processes_learn_what_one_does(world, tmp_path):
     one, two = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
     moved = (one - torch.cat([p.detach().flatten() for p in start.parameters()])).abs().max()
     assert moved > 1e-2 and (one - two).abs().max() < 1e-4
+    norms = [read_log(tmp_path / name / "reward")[-1]["grad_norm"] for name in ("one", "two")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2)                   # Adam learns the same from half a gradient
     results = [json.loads((tmp_path / name / "reward" / "result.json").read_text()) for name in ("one", "two")]
     assert results[0]["val"]["accuracy"] == results[1]["val"]["accuracy"]

@@ -131,6 +131,8 @@ def test_one_and_two_processes_give_the_same_losses(data, tmp_path):
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert len(one) == 8 and max(abs(a - b) for a, b in zip(one, two)) < 1e-5
     assert one[-1] < one[0] - 0.5
+    one, two = ([record["grad_norm"] for record in read_log(tmp_path / out / "pretrain")] for out in ("one", "two"))
+    assert one == pytest.approx(two, rel=1e-3)                 # Adam learns the same from half a gradient
     a, b = weights(tmp_path / "one", 8), weights(tmp_path / "two", 8)
     assert max((a[name] - b[name]).abs().max() for name in a) < 1e-4
 
