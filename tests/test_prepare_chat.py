@@ -184,6 +184,19 @@ def test_rankings_go_down_and_length_says_nothing():
     assert len(remark.sample_ranking(rng, 3, 0)) == 3 and len(remark.sample_ranking(rng, 3, 2)[-1]) == 2
 
 
+def test_what_is_spoiled_stands_in_the_ranking_without_its_fault_too(monkeypatch):
+    real, was = remark.spoil, {}
+
+    def spoil(rng, text):
+        worse = real(rng, text)
+        was[worse] = text
+        return worse
+    monkeypatch.setattr(remark, "spoil", spoil)
+    for seed in range(100):
+        *proper, spoiled = remark.sample_ranking(random.Random(seed), 8, 2)
+        assert all(was[text] in proper for text in spoiled)
+
+
 def test_an_opening_or_closing_that_a_fault_left_whole_tells_nothing():
     rng, spoiled = random.Random(5), []
     for _ in range(600):

@@ -114,6 +114,17 @@ def test_padding_changes_no_loss():
     assert together["loss"] == pytest.approx(alone["loss"], abs=1e-6)
 
 
+def test_the_loss_of_ends_is_that_of_ends_alone():
+    tokenizer, model = byte_tokenizer(), small_llama()
+    examples, _ = sft.encode([talk("q", "a"), talk("what is it", "a much longer answer")], tokenizer, 96, "truncate")
+    x, y, w = sft.collate(examples, [0, 1], tokenizer.pad_id)
+    with torch.no_grad():
+        nats = -model(x).float().log_softmax(-1).gather(-1, y[..., None])[..., 0]
+    totals = sft.forward_backward(model, [(x, y, w)], tokenizer.special(END), ALONE)
+    assert totals["loss_end"] == pytest.approx(nats[(y == tokenizer.special(END)) & (w > 0)].mean().item(), rel=1e-5)
+    assert totals["loss"] == pytest.approx(nats[w > 0].mean().item(), rel=1e-5) != totals["loss_end"]
+
+
 # --- one gradient for any split ---------------------------------------------------------------------------------------
 
 def test_the_gradient_is_the_same_for_any_split_into_micro_batches():
@@ -308,6 +319,13 @@ def test_one_and_two_processes_give_the_same_losses(world):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)       # Adam learns the same from half of it
     a, b = (load_file(folder / out / "sft" / "step_00000008" / "model.safetensors") for out in ("one", "two"))
     assert max((a[name] - b[name]).abs().max() for name in a) < 1e-4
+
+
+def test_each_epoch_has_an_order_of_its_own(world, monkeypatch):
+    real, epochs = sft.steps_by_length, []
+    monkeypatch.setattr(sft, "steps_by_length", lambda *args: epochs.append(args[-1]) or real(*args))
+    world("out", "--batch_size=25", "--max_steps=4")
+    assert epochs == [0, 1]
 
 
 def test_no_more_is_held_out_than_was_asked_for(world, monkeypatch):
