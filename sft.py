@@ -223,6 +223,9 @@ def main(config):
     path = Path(config.conversations or data / "conversations_train.jsonl")
     val_path = Path(config.val_conversations or data / "conversations_val.jsonl")
     source = Path(config.model or Path(config.out_dir) / "pretrain")
+    if config.conversations and not config.val_conversations:
+        refuse_once(setup, f"conversations = {config.conversations}, but no val_conversations: hold some of yours out and "
+                    f"name their file, or the held-out loss would be that of {val_path}")
     refuse_missing(setup, {path: "conversations to learn from", val_path: "conversations held out",
                            source: "pretrained model to tune"}, "Make the demonstration's with",
                    f"  {config.command('prepare_chat.py')}      conversations",

@@ -89,6 +89,7 @@ def open_data(config, setup):
     """Tokenizer and token shards, which must belong together; otherwise the commands that make them."""
     data = Path(config.data_dir)
     prepare, tokenize = config.command("prepare_data.py"), config.command("train_tokenizer.py")
+    prepare += "" if config.files else " --inputs='CRAWL/*.warc.gz'"           # a config file says what is read
     wanted = {data / "tokenizer/tokenizer.json": "tokenizer", data / "tokens/index.json": "token shards"}
     refuse_missing(setup, wanted, "Make them with these two commands (for archives of yours, prepare_data.py is told "
                    "--inputs='CRAWL/*.warc.gz'):",

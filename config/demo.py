@@ -1,5 +1,5 @@
 """
-The whole chain on a laptop with two cores: about ten minutes, no network, no GPU.
+The whole chain on a laptop with two cores: about a quarter of an hour, no network, no GPU.
 
     bash runs/demo.sh
 

@@ -98,6 +98,8 @@ def resume(run_dir, modules, optimizers, setup):
     folder = from_main(newest(run_dir, "full") if setup.is_main else None, setup)
     state = load_full(folder, modules, optimizers, setup) if folder else None
     if setup.is_main:
+        if state is not None:
+            print(f"continuing from {folder}, after step {state['step']}", flush=True)
         for kind in PREFIX:
             for step in steps_of(run_dir, kind):
                 if state is None or step > state["step"]:

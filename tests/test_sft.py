@@ -328,6 +328,12 @@ def test_each_epoch_has_an_order_of_its_own(world, monkeypatch):
     assert epochs == [0, 1]
 
 
+def test_own_conversations_are_not_judged_by_the_demonstrations(world, capsys):
+    with pytest.raises(SystemExit):
+        world("out", "--max_steps=1", f"--conversations={world.folder / 'data/chat/conversations_train.jsonl'}")
+    assert "no val_conversations" in capsys.readouterr().err
+
+
 def test_no_more_is_held_out_than_was_asked_for(world, monkeypatch):
     """5 of 8: every second one would be 4, and every single one 8."""
     seen = []
