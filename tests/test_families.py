@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from engine import hf
 from engine.generate import generate
 from engine.hf import family_of, inexpressible, load_model, read_config, save_model
-from model import Llama, ModelConfig, rope_frequencies
+from model import KVCache, Llama, ModelConfig, rope_frequencies
 from small import byte_tokenizer, shape, small_llama
 
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
@@ -148,7 +148,7 @@ def test_the_frequencies_at_their_corners():
     """By hand: what is kept, what is divided by the factor, and the step from one to the other."""
     plain = ModelConfig(n_embd=256, n_head=2, n_kv_head=2, rope_theta=1e4)
     frequency = 1e4 ** (-torch.arange(64) / 64)
-    turns, reach = 1000 * frequency / (2 * math.pi), torch.tensor([100, 2000])
+    turns, reach = 1000 * frequency / (2 * math.pi), torch.tensor([1000, 1001])
 
     def of(**scaling):
         return rope_frequencies(replace(plain, rope_scaling=scaling), reach)
@@ -186,6 +186,9 @@ def test_longrope_with_a_cache_and_with_neighbours():
     short = model(ids[:, :20])
     padded = model(ids, mask=torch.arange(40)[None] < 20)[:, :20]
     assert (short - padded).abs().max() < 1e-5 < (short - model(ids)[:, :20]).abs().max()
+    cache = KVCache(model.config, 1, 40)                                   # of what will be 40 long, from the start on
+    pieces = [model(ids[:, a:b], cache=cache) for a, b in ((0, 17), (17, 18), (18, 40))]
+    assert (torch.cat(pieces, 1) - model(ids)).abs().max() < 1e-5
 
 
 def test_a_window_is_so_many_tokens_wide():
