@@ -78,7 +78,7 @@ def refuse(*problems):
 # --------------------------------------------------------------------------------------------------------------------
 # The schema: what a script's source says about its keys
 
-KINDS = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple)}
+KINDS = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict)}
 
 
 @dataclasses.dataclass
@@ -98,7 +98,8 @@ class Key:
 
 def constant(node):
     """The value of an expression of literals and arithmetic (`8 * 1024`, `(0.9, 0.95)`), or ValueError."""
-    allowed = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.Tuple, ast.List, ast.operator, ast.unaryop, ast.expr_context)
+    allowed = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.Tuple, ast.List, ast.Dict, ast.operator, ast.unaryop,
+               ast.expr_context)
     if not all(isinstance(part, allowed) for part in ast.walk(node)):
         raise ValueError("not a constant")
     try:

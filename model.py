@@ -27,6 +27,16 @@ import torch.nn.functional as F
 
 from configurator import refuse
 
+# How RoPE may be stretched beyond the context that a model was trained on, with what each way must be told and what it
+# may be told beside that. Names and meanings are those of rope_scaling in Hugging Face's config.json.
+ORIGINAL = "original_max_position_embeddings"       # the context before it was stretched
+SCALINGS = {
+    "linear": ({"factor"}, set()),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor", ORIGINAL}, set()),
+    "yarn": ({"factor", ORIGINAL}, {"beta_fast", "beta_slow", "attention_factor"}),
+    "longrope": ({"factor", "short_factor", "long_factor", ORIGINAL}, {"attention_factor"}),
+}
+
 
 @dataclass
 class ModelConfig:
@@ -42,10 +52,16 @@ class ModelConfig:
     tie_embeddings: bool = False    # one matrix both embeds tokens and scores them
     dropout: float = 0.0            # on the sublayers' outputs only: in attention it would cost SDPA its fast path
     attention: str = "flash"        # 'flash': SDPA, fp32 inside the kernel; 'fp32': the same in the open
+    # What other families do otherwise
+    head_dim: int = 0               # width of a head; 0: n_embd / n_head
+    qkv_bias: bool = False          # Qwen 1.5 to 2.5: q, k and v have a bias
+    qk_norm: bool = False           # Qwen3: each head's q and k are normalised before they are turned
+    sliding_window: int = 0         # Mistral: a token sees so many, itself among them; 0: all before it
+    rope_scaling: dict | None = None    # {"rope_type": one of SCALINGS, ...}; None: as it was trained
+    family: str = ""                # whose files it is written as; "": the plainest that can say all this
 
-    @property
-    def head_dim(self):
-        return self.n_embd // self.n_head
+    def __post_init__(self):
+        self.head_dim = self.head_dim or self.n_embd // max(1, self.n_head)
 
     def problems(self):
         """Everything about the shape that can not work, a sentence each."""
@@ -54,13 +70,39 @@ class ModelConfig:
                  if getattr(self, name) < 1]
         if found:
             return found
-        return [sentence for sentence, wrong in {
-            f"n_embd = {self.n_embd} must be an even multiple of n_head = {self.n_head} (RoPE turns pairs of numbers)":
-                self.n_embd % (2 * self.n_head),
+        quotient = self.head_dim == self.n_embd // self.n_head
+        return scaling_problems(self.rope_scaling, self.head_dim) + [sentence for sentence, wrong in {
+            f"n_embd = {self.n_embd} must be an even multiple of n_head = {self.n_head} (RoPE turns pairs of numbers), "
+            f"or head_dim be given apart, as an even number; found {self.head_dim}":
+                self.head_dim < 2 or self.head_dim % 2 or quotient and self.n_embd % self.n_head,
             f"n_head = {self.n_head} must be a multiple of n_kv_head = {self.n_kv_head}": self.n_head % self.n_kv_head,
+            f"sliding_window must be at least 0, found {self.sliding_window}": self.sliding_window < 0,
             f"dropout must be in [0, 1), found {self.dropout}": not 0 <= self.dropout < 1,
             f"attention must be 'flash' or 'fp32', found {self.attention!r}": self.attention not in ("flash", "fp32"),
         }.items() if wrong]
+
+
+def scaling_problems(scaling, head_dim):
+    """What is wrong with a rope_scaling, a sentence each."""
+    if scaling is None:
+        return []
+    kind = scaling.get("rope_type")
+    if kind not in SCALINGS:
+        return [f"rope_scaling: rope_type must be one of {', '.join(SCALINGS)}, found {kind!r}"]
+    needs, may = SCALINGS[kind]
+    found = [f"rope_scaling: {kind} needs {name}" for name in sorted(needs - scaling.keys())]
+    for name in sorted(scaling.keys() - {"rope_type"}):
+        value, per_pair = scaling[name], name in ("short_factor", "long_factor")
+        numbers = value if per_pair and isinstance(value, list) else [value]
+        if name not in needs | may:
+            found.append(f"rope_scaling: {kind} with {name} = {value!r} is not supported")
+        elif not all(type(number) in (int, float) and number > 0 for number in numbers):
+            found.append(f"rope_scaling: {name} must be above 0, found {value!r}")
+        elif per_pair and len(numbers) != head_dim // 2:
+            found.append(f"rope_scaling: {name} must be head_dim / 2 = {head_dim // 2} numbers, found {value!r}")
+    if not found and kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        found.append(f"rope_scaling: low_freq_factor must be below high_freq_factor, found {scaling}")
+    return found
 
 
 class RMSNorm(nn.Module):
@@ -78,14 +120,51 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-def rope_table(positions, head_dim, theta):
+def rope_table(positions, config, reach):
     """cos and sin of the angle by which RoPE turns each pair at each position.
 
-    positions (1 or B, T), whole numbers; -> two fp32 tensors (1 or B, 1, T, D/2), the middle 1 being the heads. The
-    angles need fp32: bf16 has 8 bits and can not tell position 257 from 256."""
-    frequency = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    angle = positions.float()[:, None, :, None] * frequency
-    return angle.cos(), angle.sin()
+    positions (1 or B, T), whole numbers; reach (1 or B,): how long each row is or will become; -> two fp32 tensors
+    (1 or B, 1, T, D/2), the middle 1 being the heads. The angles need fp32: bf16 has 8 bits and can not tell position
+    257 from 256."""
+    frequency, scale = rope_frequencies(config, reach)
+    angle = positions.float()[:, None, :, None] * frequency[..., None, None, :]
+    return angle.cos() * scale, angle.sin() * scale
+
+
+def rope_frequencies(config, reach):
+    """The angle per position of each pair, fp32 (D/2,), or (1 or B, D/2) where it depends on reach (as in rope_table);
+    and what cos and sin are multiplied by.
+
+    A pair that turns slowly has not come round once within the context of the training: beyond it, it stands at angles
+    never seen. So it is slowed by `factor`; fast pairs tell neighbours apart and are left as they are.
+      linear     all pairs alike (Chen et al. 2023, arXiv 2306.15595)
+      llama3     between low_freq_factor and high_freq_factor turns within the original context: both (2407.21783)
+      yarn       the same between beta_slow and beta_fast, straight over the pairs' numbers; larger scores (2309.00071)
+      longrope   a divisor for each pair, searched for; others for rows beyond the original context (2402.13753)"""
+    dim, theta, scaling = config.head_dim, config.rope_theta, config.rope_scaling or {}
+    frequency = theta ** (-torch.arange(0, dim, 2, device=reach.device, dtype=torch.float32) / dim)
+    kind, factor, original = (scaling.get(key) for key in ("rope_type", "factor", ORIGINAL))
+    if kind is None:
+        return frequency, 1.0
+    if kind == "linear":
+        return frequency / factor, 1.0
+    if kind == "longrope":
+        divided = lambda key: frequency / torch.tensor(scaling[key], device=reach.device)
+        grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        chosen = torch.where((reach > original)[:, None], divided("long_factor"), divided("short_factor"))
+        return chosen, scaling.get("attention_factor", grown)
+    if kind == "llama3":
+        low, high, scale = scaling["low_freq_factor"], scaling["high_freq_factor"], 1.0
+        kept = (original * frequency / (2 * math.pi) - low) / (high - low)
+    else:
+        # The number of the pair (not whole) that makes so many turns within the original context.
+        pair = lambda turns: dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        first = max(math.floor(pair(scaling.get("beta_fast", 32))), 0)
+        last = min(math.ceil(pair(scaling.get("beta_slow", 1))), dim - 1)
+        kept = 1 - (torch.arange(dim // 2, device=reach.device) - first) / max(last - first, 0.001)
+        scale = scaling.get("attention_factor", 0.1 * math.log(factor) + 1)
+    kept = kept.clamp(0, 1)
+    return frequency * kept + frequency / factor * (1 - kept), scale
 
 
 def rotate(x, cos, sin):
@@ -121,16 +200,21 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        kv_width = config.n_kv_head * config.head_dim
-        self.q_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.k_proj = nn.Linear(config.n_embd, kv_width, bias=False)
-        self.v_proj = nn.Linear(config.n_embd, kv_width, bias=False)
-        self.o_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        width, kv_width = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+        self.q_proj = nn.Linear(config.n_embd, width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.n_embd, kv_width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.n_embd, kv_width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(width, config.n_embd, bias=False)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
 
     def forward(self, x, cos, sin, allowed, remember):
         batch, time, _ = x.shape
         heads = lambda y: y.view(batch, time, -1, self.config.head_dim).transpose(1, 2)      # (B, heads, T, D)
         q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if remember is not None:
             k, v = remember(k, v)
@@ -208,8 +292,13 @@ class Trunk(nn.Module):
             positions = torch.arange(start, start + ids.size(1), device=ids.device)[None]
         else:                   # counted over the real tokens, so that padding on the left does not shift a sequence
             positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, start:]
-        cos, sin = rope_table(positions, self.config.head_dim, self.config.rope_theta)
-        allowed = None if mask is None and start == 0 else visible(mask, start, ids)
+        reach = positions.amax(-1) + 1                                     # (1 or B,)
+        if cache is not None:                   # chosen once for all it will hold: what is in it stays turned
+            reach = reach + cache.max_length - start - ids.size(1)
+        cos, sin = rope_table(positions, self.config, reach)
+        window = self.config.sliding_window
+        causal = mask is None and start == 0 and not 0 < window < ids.size(1)
+        allowed = None if causal else visible(mask, start, ids, window)
 
         x = self.embed_tokens(ids)                                         # (B, T, C)
         for i, layer in enumerate(self.layers):
@@ -219,14 +308,15 @@ class Trunk(nn.Module):
         return self.norm(x)
 
 
-def visible(mask, start, ids):
-    """(B, 1, T, S) bool: which of the S tokens each new token may look at: real ones, not later than itself. A token
-    always sees itself: a row without any would be a softmax over nothing, which is NaN, and NaN spreads from padding to
-    all."""
+def visible(mask, start, ids, window=0):
+    """(B, 1, T, S) bool: which of the S tokens each new token may look at: real ones, not later than itself and, with
+    a window, among the last `window`. A token always sees itself: a row without any would be a softmax over nothing,
+    which is NaN, and NaN spreads from padding to all."""
     batch, time = ids.shape
     seen = torch.arange(start + time, device=ids.device)
     own = torch.arange(start, start + time, device=ids.device)[:, None]
-    allowed = (seen <= own).expand(batch, 1, time, start + time)
+    allowed = seen <= own if not window else (seen <= own) & (seen > own - window)
+    allowed = allowed.expand(batch, 1, time, start + time)
     return allowed if mask is None else (allowed & mask[:, None, None, :]) | (seen == own)
 
 

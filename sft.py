@@ -4,7 +4,7 @@ Instruction tuning: conversations and a pretrained model in, a model that answer
     python sft.py config/demo.py                          after train.py and prepare_chat.py
     python sft.py config/demo.py --show=5                 print five conversations, trained tokens in green, and end
     torchrun --nproc_per_node=2 sft.py config/demo.py     the same steps and losses on two processes
-    python sft.py --model=DIR --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl --out_dir=out/mine
+    python sft.py --init_from=DIR --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl --out_dir=out/mine
 
 A file of conversations has one JSON object a line,
 
@@ -37,7 +37,7 @@ import torch
 from configurator import configure
 from engine import chat, checkpoint, parallel
 from engine.files import write_json
-from engine.hf import find_folder, read_config, read_model
+from engine.hf import find_folder, lengthen, read_config, read_model
 from engine.loss import token_losses
 from engine.monitor import Monitor, read_log
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
@@ -47,11 +47,12 @@ from engine.shards import steps_by_length
 # data and folders
 data_dir = "data/demo"
 out_dir = "out/demo"
-model = ""                      # folder of the model to tune; empty: out_dir/pretrain
+init_from = ""                  # folder of the model to tune, of a run or from elsewhere; empty: out_dir/pretrain
 conversations = ""              # training file; empty: data_dir/chat/conversations_train.jsonl
 val_conversations = ""          # held-out file; empty: data_dir/chat/conversations_val.jsonl
 seed = 1
 max_length: int | None = None   # tokens of a conversation; None: the model's context
+rope_scaling: dict | None = None    # for a max_length beyond the model's context, as in train.py
 overlong = "truncate"           # longer conversations: 'truncate' (what is left must have something to learn) or 'drop'
 # the optimisation
 batch_size = 64                 # conversations per step over all processes
@@ -207,8 +208,8 @@ def check(config, shape, setup):
     if config.max_steps is not None and config.max_steps < 1:
         problems.append(f"max_steps must be at least 1 (or None), found {config.max_steps}")
     if config.max_length is not None and not 2 <= config.max_length <= shape.block_size:
-        problems.append(f"max_length must lie between 2 and the model's context, {shape.block_size}; "
-                        f"found {config.max_length}")
+        problems.append(f"max_length must lie between 2 and the model's context, {shape.block_size} (or choose a "
+                        f"rope_scaling); found {config.max_length}")
     if config.overlong not in ("truncate", "drop"):
         problems.append(f"overlong must be 'truncate' or 'drop', found '{config.overlong}'")
     problems += optimiser_problems(config) + shape.problems()
@@ -222,7 +223,7 @@ def main(config):
     data = Path(config.data_dir) / "chat"
     path = Path(config.conversations or data / "conversations_train.jsonl")
     val_path = Path(config.val_conversations or data / "conversations_val.jsonl")
-    source = Path(config.model or Path(config.out_dir) / "pretrain")
+    source = Path(config.init_from or Path(config.out_dir) / "pretrain")
     if config.conversations and not config.val_conversations:
         refuse_once(setup, f"conversations = {config.conversations}, but no val_conversations: hold some of yours out and "
                     f"name their file, or the held-out loss would be that of {val_path}")
@@ -230,9 +231,12 @@ def main(config):
                            source: "pretrained model to tune"}, "Make the demonstration's with",
                    f"  {config.command('prepare_chat.py')}      conversations",
                    f"  {config.command('train.py')}      the model",
-                   "or give your own: --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl --model=DIR")
+                   "or give your own: --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl --init_from=DIR")
     source, settings = find_folder(source), {"attention": config.attention, "dropout": config.dropout}
     shape = replace(read_config(source), **settings)
+    if config.rope_scaling is not None:
+        shape = lengthen(shape, config.max_length or 0, config.rope_scaling, source, key="max_length")
+        settings.update(block_size=shape.block_size, rope_scaling=shape.rope_scaling)
     check(config, shape, setup)
     model, tokenizer = read_model(source, **settings)
 

@@ -27,7 +27,7 @@ import torch
 from configurator import configure, refuse
 from engine import checkpoint, parallel
 from engine.files import write_json
-from engine.hf import find_folder, load_weights, read_config
+from engine.hf import find_folder, inexpressible, lengthen, load_weights, read_config
 from engine.loss import token_losses
 from engine.monitor import Monitor, read_log
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
@@ -54,6 +54,12 @@ norm_eps = 1e-5
 tie_embeddings = True           # one matrix to embed and to score; Llama 2 has two
 dropout = 0.0                   # on the sublayers' outputs
 attention = "flash"             # 'flash': SDPA; 'fp32': the same in the open, slower
+head_dim = 0                    # width of a head; 0: n_embd / n_head
+qkv_bias = False                # q, k and v have a bias, as in Qwen 1.5 to 2.5
+qk_norm = False                 # q and k are normalised, as in Qwen3
+sliding_window = 0              # a token sees so many, itself among them, as in Mistral; 0: all before it
+rope_scaling: dict | None = None    # RoPE stretched: {'rope_type': 'yarn', 'factor': 4.0, ...}, see model.py
+family = ""                     # whose files checkpoints are written as; '': the plainest that can say all this
 # the optimisation
 batch_tokens = 16384            # tokens per step over all processes, so a step means the same on any number of them
 micro_batch_size = 16           # sequences per process and forward pass: memory against speed, the result is the same
@@ -102,22 +108,28 @@ def open_data(config, setup):
 
 
 def shape_of(config, tokenizer, source=None):
-    """The model's shape: the config's, or that of the folder `source` (which a config may repeat, not contradict)."""
-    shape = ModelConfig(**{key: getattr(config, key) for key in ModelConfig.__dataclass_fields__})
-    shape.vocab_size = config.vocab_size or tokenizer.vocab_size
+    """The model's shape: the config's, or that of the folder `source`, which a config may repeat, not contradict; but
+    for a longer block with a scaling of RoPE (hf.lengthen). Blocks may be shorter than the folder's context, and its
+    vocabulary larger than the tokenizer's."""
+    asked = {key: getattr(config, key) for key in ModelConfig.__dataclass_fields__}
     if source is None:
-        return shape
+        return ModelConfig(**{**asked, "vocab_size": config.vocab_size or tokenizer.vocab_size})
     theirs = replace(read_config(source), dropout=config.dropout, attention=config.attention)
-    wrong = [f"{key} = {value}, but {config.init_from} has {getattr(theirs, key)}" for key, value in vars(shape).items()
-             if value != getattr(theirs, key) and (key == "vocab_size" or value != config.default(key))]
+    wrong = [f"{key} = {value}, but {config.init_from} has {getattr(theirs, key)}" for key, value in asked.items()
+             if value not in (getattr(theirs, key), config.default(key)) and key not in ("block_size", "rope_scaling")]
+    # A folder without a tokenizer.json is of another kind (SentencePiece): whether it fits is for the user to know.
+    if (source / "tokenizer.json").exists() and (found := Tokenizer.load(source).hash) != tokenizer.hash:
+        wrong.append(f"{config.init_from} was trained with the tokenizer {found[:8]}, {config.data_dir} encoded with "
+                     f"{tokenizer.hash[:8]}: the same id is another token. Encode the documents with the model's: "
+                     f"put its files into {config.data_dir}/tokenizer and run {config.command('prepare_data.py')}")
     if wrong:
         refuse(*wrong, "Leave these keys out (the folder decides), or start without init_from.")
-    return theirs
+    return lengthen(theirs, config.block_size, config.rope_scaling, config.init_from)
 
 
 def check(config, shape, tokenizer, train, setup):
     """Everything about the settings that can not work, at once; -> (sequences per step, micro-batches per process)."""
-    problems = shape.problems()
+    problems = shape.problems() or inexpressible(shape)
     if shape.vocab_size < tokenizer.vocab_size:
         problems.append(f"vocab_size = {shape.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; use 0 to take that")
     if train.n_tokens <= config.block_size:
@@ -227,7 +239,7 @@ def main(config):
     blocks = n_blocks(train.n_tokens, config.block_size)
     warmup = warmup_length(config.max_steps, config.warmup_steps)
     n_params = parallel.bare(model).n_params()
-    flops = 6 * n_params + 6 * shape.n_layer * shape.n_embd * config.block_size     # per token, causal attention counted once
+    flops = 6 * n_params + 6 * shape.n_layer * shape.n_head * shape.head_dim * config.block_size    # per token, causal
     setup.say(f"model       {n_params:,} parameters, {shape.n_layer} layers of {shape.n_embd}, vocabulary {shape.vocab_size:,}\n"
               f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, {setup.threads} threads\n"
               f"step        {config.batch_tokens:,} tokens = {setup.world} x {n_micro} x "

@@ -15,6 +15,7 @@ train = dict(
     # Shape. The SwiGLU has three matrices where the older feed-forward had two of width 4 * n_embd. For the same number
     # of weights each is 2/3 as wide: 8/3 * 4096 = 10,922.7, and the next multiple of 256, which suits the tiles of a
     # matrix product, is 43 * 256 = 11,008. (Not 4 * 2048 rounded up, as is sometimes written: that would be 8,192.)
+    # bench/width.py times it against 11,000.
     n_layer=32,
     n_head=32,                      # of 128 dimensions each
     n_kv_head=32,                   # plain multi-head attention; of the Llama 2 models only 34B and 70B group queries

@@ -62,6 +62,10 @@ CHAT_TEMPLATE = (
 )
 
 
+# What a folder of Hugging Face's has of a tokenizer. Read from one, they are written back as they are.
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",
+         "added_tokens.json", "vocab.json", "merges.txt")
+
 UNUSED = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")     # of Hugging Face's BPE
 
 # Where a pattern finds all of this, it passes over nothing.
@@ -104,6 +108,7 @@ class Tokenizer:
         self.roles = roles or {role: f"<|{role}|>" for role in ("bos", "eos", "pad")}
         self.vocab_size = max([len(ranks) - 1, *specials.values()]) + 1
         self.bos_id, self.eos_id, self.pad_id = (specials.get(self.roles[role]) for role in ("bos", "eos", "pad"))
+        self.files = {}         # name -> content, where it was read from a folder
         # Bytes of each id; none for specials, so that len(token_bytes[id]) counts what a token adds to a text.
         self.token_bytes = ranks + [b""] * (self.vocab_size - len(ranks))
         self._names = {id: name.encode() for name, id in specials.items()}
@@ -159,10 +164,19 @@ class Tokenizer:
         file = path / "tokenizer.json" if path.suffix != ".json" else path
         if not file.is_file():
             refuse(f"{file} does not exist; python train_tokenizer.py makes one (with the config file of this run).")
-        return _from_json(file)
+        tokenizer = _from_json(file)
+        if path.suffix != ".json":
+            tokenizer.files = {name: (path / name).read_bytes() for name in FILES if (path / name).is_file()}
+        return tokenizer
 
     def save(self, folder):
-        """tokenizer.json and tokenizer_config.json, a folder that transformers reads. The same bytes every time."""
+        """tokenizer.json and tokenizer_config.json, a folder that transformers reads. The same bytes every time; or the
+        very files of the folder that it was read from: another family's chat template, or what it puts before a text,
+        is nothing that we know, and must not be replaced by ours."""
+        for name, content in self.files.items():
+            write_atomic(Path(folder) / name, content)
+        if self.files:
+            return
         chars = [bytes_to_chars(token) for token in self.ranks]
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         specials = sorted(self.specials.items(), key=lambda item: item[1])

@@ -25,8 +25,8 @@ def small_llama(seed=0, **changes):
     return Llama(shape(**changes)).init_weights(seed).eval()
 
 
-def llama2_7b():
-    """The shape that config/llama2_7b.py stands for."""
+def config_shape(name):
+    """The shape that config/NAME.py stands for."""
     values = {key.name: key.default for key in read_schema(ROOT / "train.py").values()}
-    values.update(run_file(str(ROOT / "config" / "llama2_7b.py"))[0]["train"])
+    values.update(run_file(str(ROOT / "config" / f"{name}.py"))[0]["train"])
     return ModelConfig(**{name: values[name] for name in ModelConfig.__dataclass_fields__})

@@ -26,6 +26,7 @@ compile = False                          # True or False
 betas: tuple[float] = (0.9, 0.95)
 inputs: list[str] = []                   # files
 only_alpha = 0
+scaling: dict | None = None              # several numbers that belong together
 computed = os.getpid()                   # not a constant, so not a key
 UPPER = 5
 _hidden = 6
@@ -96,7 +97,7 @@ def write(name, text):
 def test_keys_are_the_constants_above_the_first_function(repo):
     assert [name for name, _ in call().items()] == [
         "data_dir", "out_dir", "seed", "learning_rate", "batch_tokens", "warmup_steps", "name", "compile", "betas",
-        "inputs", "only_alpha"]
+        "inputs", "only_alpha", "scaling"]
     assert call().batch_tokens == 8192
 
 
@@ -135,6 +136,8 @@ def test_a_neighbour_that_does_not_parse_does_not_stop_this_stage(repo, capsys):
     ("--inputs=a.warc.gz", "inputs", ["a.warc.gz"]),
     ("--inputs=", "inputs", []),
     ("--inputs=[]", "inputs", []),
+    ("--scaling={'kind': 'a', 'factors': [1, 2.5]}", "scaling", {"kind": "a", "factors": [1, 2.5]}),
+    ("--scaling=None", "scaling", None),
 ])
 def test_accepted(repo, argument, key, value):
     found = getattr(call(argument), key)
@@ -158,6 +161,8 @@ def test_accepted(repo, argument, key, value):
     ("--compile=1", ["compile must be bool", "1"]),
     ("--betas=0.9", ["betas must be tuple of float", "0.9"]),
     ("--betas=(0.9,'x')", ["betas must be tuple of float", "'x'"]),
+    ("--scaling=[1]", ["scaling must be dict or None", "[1]"]),
+    ("--scaling={1: print}", ["scaling must be dict or None"]),
     ("--seed", ["needs a value", "--seed=... (int)"]),
     ("-x", ["-x", "--key=value"]),
     ("-x=1.py", ["-x=1.py", "--key=value"]),

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from small import llama2_7b
+from small import config_shape
 from engine.hf import mismatches
 from model import KVCache, Llama, ModelConfig, RMSNorm, ScalarModel, attend
 
@@ -107,7 +107,7 @@ def test_both_sublayers_drop_out_in_training_only(silent):
 
 
 def test_llama2_7b_has_the_papers_shapes():
-    config = llama2_7b()
+    config = config_shape("llama2_7b")
     wanted = shapes(config)
     with torch.device("meta"):
         assert Llama(config).n_params() == 6_738_415_616

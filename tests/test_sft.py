@@ -49,7 +49,7 @@ def world(tmp_path):
     hf.save_model(base, small_llama(), byte_tokenizer())
 
     def tune(out="out", *extra):
-        settings = [f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / out}", f"--model={base}",
+        settings = [f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / out}", f"--init_from={base}",
                     "--batch_size=8", "--micro_batch_size=3", "--threads=1", "--device=cpu", "--dtype=fp32",
                     "--log_every=1",
                     "--window=2", *extra]
@@ -269,6 +269,33 @@ def test_a_finished_run_says_so_and_other_data_is_refused(world, capsys):
     assert stop.value.code == 2 and "begun with conversations (" in capsys.readouterr().err
 
 
+def test_a_folder_of_another_family_is_tuned_from_the_weights_it_has(world):
+    """In bf16, in many files, q and k normalised: nothing of it is drawn anew, and it is written as what it was."""
+    model, base = small_llama(7, qk_norm=True, head_dim=12), world.folder / "other"
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    base.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "SHARD_BYTES", 5000)
+        hf.save_model(base, model.to(torch.bfloat16), byte_tokenizer())
+    run = world("out", f"--init_from={base}", "--max_steps=1", "--learning_rate=0")
+    found = load_file(run / "step_00000001" / "model.safetensors")
+    expected = {name: p.detach().float() for name, p in model.named_parameters()}
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert json.loads((run / "step_00000001" / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_conversations_beyond_the_models_context_need_a_scaling(world, capsys):
+    with pytest.raises(SystemExit) as stop:
+        world("out", "--max_length=192", "--max_steps=1")
+    assert stop.value.code == 2 and "context, 96 (or choose a rope_scaling)" in capsys.readouterr().err
+    run = world("out", "--max_length=192", "--max_steps=1", "--rope_scaling={'rope_type': 'linear', 'factor': 2.0}")
+    described = json.loads((run / "step_00000001" / "config.json").read_text())
+    assert described["max_position_embeddings"] == 192
+    assert described["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+
+
 def test_after_tuning_on_three_patterns_greedy_answers_stop(world):
     """trl issue 1623: where padding or masking hides the end token, the model talks on for ever."""
     patterns = [talk("a", "xy"), talk("b", "yxyx"), talk("c", "z")]
@@ -308,7 +335,7 @@ def test_one_and_two_processes_give_the_same_losses(world):
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--rdzv_backend=c10d",
          "--rdzv_endpoint=localhost:0", str(ROOT / "sft.py"), f"--data_dir={folder / 'data'}",
          f"--out_dir={folder / 'two'}",
-         f"--model={folder / 'base'}", "--batch_size=7", "--max_steps=8", "--micro_batch_size=3", "--threads=1",
+         f"--init_from={folder / 'base'}", "--batch_size=7", "--max_steps=8", "--micro_batch_size=3", "--threads=1",
          "--device=cpu",
          "--dtype=fp32", "--log_every=1", "--window=2"], capture_output=True, text=True, timeout=300, cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -321,6 +321,7 @@ def test_saved_and_loaded_again(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "one")
     again = Tokenizer.load(tmp_path / "one")
     assert again.hash == tokenizer.hash and again.merges == tokenizer.merges
+    again.files = {}                    # made from what was understood, and not the files that were read
     again.save(tmp_path / "two")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()

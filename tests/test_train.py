@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 import train as script
 from configurator import configure
+from engine import hf
 from engine.manifest import newest, verify
 from engine.monitor import read_log
 from engine.shards import ShardWriter, TokenData, batch, n_blocks, write_index
@@ -296,6 +297,62 @@ def test_init_from_keeps_every_weight(data, tmp_path):
     assert same(weights(tmp_path / "second", 1), weights(tmp_path / "first", 3))
     said = refused(data, tmp_path / "third", f"--init_from={start}", "--n_embd=64", "--n_inner=96")
     assert "n_embd = 64" in said and "n_inner = 96" in said
+
+
+def foreign_folder(folder, **changes):
+    """A model of another family, in bf16, in many files, as one from elsewhere; -> (its folder, its weights in fp32)."""
+    model = small_llama(5, **{**dict(n_head=2, n_kv_head=2, block_size=64, qkv_bias=True, rope_theta=1e6), **changes})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "SHARD_BYTES", 5000)
+        hf.save_model(folder, model.to(torch.bfloat16), byte_tokenizer())
+    return folder, {name: p.detach().float() for name, p in model.named_parameters()}
+
+
+def test_init_from_a_folder_of_another_family_keeps_every_weight(data, tmp_path):
+    start, expected = foreign_folder(tmp_path / "start")
+    assert len(list(start.glob("*.safetensors"))) > 3
+    train(data, tmp_path / "out", "--max_steps=1", f"--init_from={start}", "--learning_rate=0", "--weight_decay=0")
+    found = weights(tmp_path / "out", 1)
+    assert any(name.endswith("q_proj.bias") and p.abs().min() > 0 for name, p in found.items()) and same(found, expected)
+    described = json.loads((tmp_path / "out" / "pretrain" / "step_00000001" / "config.json").read_text())
+    assert (described["model_type"], described["rope_theta"], described["max_position_embeddings"]) == ("qwen2", 1e6, 64)
+    assert described["torch_dtype"] == "float32"
+
+
+def test_a_block_beyond_the_models_context_needs_a_scaling(data, tmp_path):
+    start, _ = foreign_folder(tmp_path / "start")
+    settings = ["--max_steps=1", f"--init_from={start}", "--block_size=128"]
+    said = train(data, tmp_path / "out", *settings, code=2)
+    assert "block_size = 128 is beyond the max_position_embeddings = 64" in said and "'factor': 2.0" in said
+    yarn = "--rope_scaling={'rope_type': 'yarn', 'factor': %s}"
+    assert "set factor = 2 or more" in train(data, tmp_path / "out", *settings, yarn % 1.5, code=2)
+    assert "yarn needs factor" in train(data, tmp_path / "out", *settings, "--rope_scaling={'rope_type': 'yarn'}", code=2)
+    train(data, tmp_path / "out", *settings, yarn % 2.0)
+    described = json.loads((tmp_path / "out" / "pretrain" / "step_00000001" / "config.json").read_text())
+    assert described["max_position_embeddings"] == 128
+    assert described["rope_scaling"] == {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+
+
+def test_init_from_a_model_with_another_tokenizer_is_refused(data, tmp_path):
+    start, _ = foreign_folder(tmp_path / "start")
+    content = (start / "tokenizer.json").read_text().replace("<|pad|>", "<|fill|>")
+    (start / "tokenizer.json").write_text(content)
+    assert "the same id is another token" in train(data, tmp_path / "out", "--max_steps=1", f"--init_from={start}", code=2)
+
+
+def test_a_vocabulary_larger_than_the_tokenizers_is_no_contradiction(data, tmp_path):
+    start, expected = foreign_folder(tmp_path / "start", vocab_size=320)
+    train(data, tmp_path / "out", "--max_steps=1", f"--init_from={start}", "--learning_rate=0", "--weight_decay=0")
+    assert same(weights(tmp_path / "out", 1), expected)
+
+
+def test_switches_that_no_file_can_say_are_refused_before_the_run(data, tmp_path):
+    said = train(data, tmp_path / "out", "--max_steps=1", "--qkv_bias=True", "--qk_norm=True", code=2)
+    assert "qkv_bias = True can not be said" in said and not (tmp_path / "out").exists()
 
 
 def test_gradients_are_clipped(data, tmp_path):
