@@ -47,6 +47,25 @@ class Layer(NamedTuple):
     down_bias: torch.Tensor | None
 
 
+class Weights(NamedTuple):
+    """A model's matrices as the step wants them."""
+    dtype: torch.dtype                      # of the products
+    head: torch.Tensor
+    layers: list
+
+
+def weights_of(model, dtype=None, pack=True):
+    """The Weights of a model, in the dtype of its own or another. pack: on a CPU and in bf16, as a copy in the layout
+    of the matrix units. That takes about as long as eight steps and does not follow when the model is trained: it is for
+    who keeps a model as it is, or makes many tokens at once."""
+    head = model.lm_head.weight
+    dtype = dtype or head.dtype
+    size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+    pack = pack and head.device.type == "cpu" and dtype == torch.bfloat16 and size <= PACKED_AT_MOST and can_pack()
+    with torch.inference_mode():
+        return Weights(dtype, _ready(head, dtype, pack), [_layer(block, dtype, pack) for block in model.model.layers])
+
+
 def together(*linears):
     """The weights of layers that read the same input, as one matrix (all outputs, inputs).
 
@@ -67,22 +86,19 @@ def together(*linears):
 
 
 class Decoder:
-    """A Llama, a KVCache that holds the prompts, and how many columns of padding each row has before its prompt.
+    """A Llama, its Weights, a KVCache that holds the prompts, and how many columns of padding each row has before its.
 
-    compile: a step of fixed shapes that reads all of the cache's room under a mask, for torch.compile."""
+    compile: a step of fixed shapes that reads all of the cache's room under a mask, for torch.compile; not for packed
+    weights, since it lays them out by itself."""
 
-    def __init__(self, model, cache, padding, dtype, compile=False):
+    def __init__(self, model, weights, cache, padding, compile=False):
         config, device = model.config, cache.keys.device
         self.config, self.cache, self.compiled = config, cache, compile
         self.window = getattr(config, "sliding_window", None) or cache.max_length
         self.n_tokens = getattr(model, "n_tokens", config.vocab_size)    # rows behind it are no tokens
-        self.embedding = model.model.embed_tokens.weight
-        self.norm = model.model.norm.weight
-        self.dtype = dtype
-        size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
-        pack = device.type == "cpu" and dtype == torch.bfloat16 and can_pack() and size <= PACKED_AT_MOST and not compile
-        self.head = _ready(model.lm_head.weight, dtype, pack)
-        self.layers = [_layer(block, dtype, pack) for block in model.model.layers]
+        self.embedding, self.norm = model.model.embed_tokens.weight, model.model.norm.weight
+        self.dtype, self.head, self.layers = weights
+        dtype = self.dtype
         self.column = torch.arange(cache.max_length, device=device)
         padding = torch.tensor(padding, device=device)[:, None] if any(padding) else None                # (B, 1)
         positions = self.column[None] if padding is None else (self.column - padding).clamp(min=0)       # (1 or B, S)

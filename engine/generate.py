@@ -5,8 +5,11 @@ from functools import partial
 
 import torch
 
-from engine.decode import Decoder, room
+from engine.decode import Decoder, room, weights_of
 from model import KVCache
+
+
+PACK_FROM = 64              # so many new tokens are worth laying the weights out for them alone
 
 
 @dataclass
@@ -18,7 +21,8 @@ class Generation:
 
 
 def generate(model, prompts, max_new_tokens, stop_ids, temperature=1.0, top_k=0, top_p=1.0, seed=0, *,
-             repetition_penalty=1.0, tokenizer=None, stop_strings=(), on_text=None, compile=False):
+             repetition_penalty=1.0, tokenizer=None, stop_strings=(), on_text=None, compile=False,
+             weights=None):
     """Continues each prompt, a list of token ids, until a stop token, a stop string, max_new_tokens, or the end of the
     context. -> Generation
 
@@ -28,7 +32,8 @@ def generate(model, prompts, max_new_tokens, stop_ids, temperature=1.0, top_k=0,
     The same seed gives the same batch the same answers.
 
     With a tokenizer there are texts and stop_strings, and on_text(row, text) is called as text comes: whole characters,
-    without what may yet become a stop string. compile: the step goes through torch.compile, see engine/decode.py.
+    without what may yet become a stop string. compile: the step goes through torch.compile.
+    weights: decode.weights_of the model, when they are already there.
 
     A prompt that does not fit keeps its last block_size - 1 tokens. Where the context ends, generation ends, and
     `stopped` is False: further positions were never trained, and to shift the window would be to compute all of it anew
@@ -48,7 +53,7 @@ def generate(model, prompts, max_new_tokens, stop_ids, temperature=1.0, top_k=0,
     try:
         with torch.inference_mode():
             rows = _continue(model, prompts, limits, stop_ids, choose, streams, on_text, repetition_penalty != 1,
-                             compile) if max(limits, default=0) > 0 else []
+                             compile, weights) if max(limits, default=0) > 0 else []
     finally:
         model.train(was_training)
     out = Generation([], [], [], [] if tokenizer else None)
@@ -63,7 +68,7 @@ def generate(model, prompts, max_new_tokens, stop_ids, temperature=1.0, top_k=0,
     return out
 
 
-def _continue(model, prompts, limits, stop_ids, choose, streams, on_text, keep_seen, compile):
+def _continue(model, prompts, limits, stop_ids, choose, streams, on_text, keep_seen, compile, weights):
     """-> [(new ids, their log-probabilities)] of the prompts"""
     head, rows = model.lm_head.weight, len(prompts)
     device, dtype = head.device, head.dtype
@@ -79,7 +84,8 @@ def _continue(model, prompts, limits, stop_ids, choose, streams, on_text, keep_s
         mask = torch.arange(longest, device=device) >= torch.tensor(padding, device=device)[:, None]
     cache = KVCache(model.config, rows, room(longest + most, compile), device, dtype)
     hidden = model.hidden(prompt_ids, mask, cache)[:, -1]                  # (rows, C): only the last position is scored
-    decoder = Decoder(model, cache, padding, dtype, compile)
+    weights = weights or weights_of(model, dtype, pack=most >= PACK_FROM and not compile)
+    decoder = Decoder(model, weights, cache, padding, compile)
     logits = decoder.scores(hidden)                                        # (rows, V)
 
     # 2. What is kept beside them, all of it on the device.

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine import generate as generation
+from engine.decode import can_pack, weights_of
 from engine.generate import TextStream, generate, pick
 from engine.loss import logprobs
 from small import byte_tokenizer, small_llama
@@ -156,7 +157,8 @@ def test_in_bf16_the_logits_are_as_far_as_rounding_takes_them(monkeypatch, model
     assert 0 < (cached - exact).abs().mean() < 1.3 * (uncached - exact).abs().mean()
     assert model.lm_head.weight.dtype == torch.float32
     narrow = copy.deepcopy(model).bfloat16()
-    out = generate(narrow, PROMPTS[:1], 60, set(), seed=3)
+    assert can_pack() and weights_of(narrow).head.is_mkldnn and not weights_of(model).head.is_mkldnn
+    out = generate(narrow, PROMPTS[:1], 60, set(), seed=3, weights=weights_of(narrow))
     whole = torch.tensor([PROMPTS[0] + out.ids[0]])
     with torch.no_grad():
         exact, uncached = model(whole)[0, 4:-1], narrow(whole)[0, 4:-1].float()
