@@ -115,7 +115,8 @@ class Decoder:
         self.run = self.logits
         if compile:
             self.at = torch.zeros(1, dtype=torch.long, device=device)
-            self.run = torch.compile(self.logits, fullgraph=True, dynamic=False)
+            # Not fullgraph: behind torch's limit of shapes a call then runs uncompiled, where it would be an error.
+            self.run = torch.compile(self.logits, dynamic=False)
 
     def take_rows(self, rows=None):
         """Takes up the cache's tensors, after it has kept only these rows (an index tensor)."""
