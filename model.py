@@ -267,7 +267,13 @@ class KVCache:
 
     def keep_rows(self, rows):
         """Forgets every row of the batch that is not in rows (a 1-D index tensor)."""
-        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+        for kept in (self.keys, self.values):               # moved up in place: a second cache might not fit beside it
+            kept[:, :len(rows), :, :self.length] = kept[:, rows, :, :self.length]
+        self.keys, self.values = self.keys[:, :len(rows)], self.values[:, :len(rows)]
+
+    @property
+    def rows(self):
+        return self.keys.size(1)
 
 
 class Trunk(nn.Module):

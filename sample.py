@@ -11,22 +11,27 @@ Without --model the furthest stage that has a checkpoint in out_dir speaks: ppo,
 
 A file is JSONL, each line with "prompt": text (continued as text, or answered with --chat=True) or "messages"
 (answered). Each line comes back with "completion", the number of "tokens", whether it "stopped" by itself, and whether
-the prompt was "cut".
+the prompt was "cut"; how far it is, is told on standard error. In a conversation `/reset` (or an empty line) starts
+a new one, and `/save FILE` appends what was said to a file of conversations, the form that sft.py reads.
 
 temperature=0 always takes the likeliest token. A prompt has to leave room for max_new_tokens, or for half the context
 if that is less: a text that does not loses its beginning (after BOS), a conversation its oldest turns, and a note
 says so. Generation ends where the context does.
 """
 
-import codecs
 import io
 import json
+import os
 import sys
+import time
 from pathlib import Path
+
+from tqdm import tqdm
 
 from configurator import configure, refuse
 from engine import parallel
 from engine.chat import read_lines, render, stop_ids, wrong_messages
+from engine.decode import weights_of
 from engine.files import printable
 from engine.generate import generate
 from engine.hf import load_model
@@ -42,11 +47,16 @@ max_new_tokens = 200        # longest answer, in tokens
 temperature = 0.8           # below 1: likelier tokens more often; 0: only the likeliest
 top_k = 50                  # choose among so many likeliest tokens; 0: among all
 top_p = 1.0                 # choose among the likeliest tokens that together have this probability
+repetition_penalty = 1.0    # above 1: what was said already becomes less likely
+stop: tuple[str] = ()       # texts before which an answer ends, besides the tokens that end it
 seed = 1                    # the same seed, the same answer (of the same batch)
 batch_size = 16             # prompts of a file that are continued side by side
+compile = False             # compile the step that makes a token: a minute at first, then faster, on CUDA above all
 device = "auto"             # cpu, cuda, or what there is
 dtype = "auto"              # bf16, fp32, or what suits the machine
 threads = 0                 # of the CPU; 0: all cores
+
+SAY_EVERY = 10              # seconds between lines about a file, where there is no terminal for a bar
 
 
 def find_model(config):
@@ -65,6 +75,7 @@ class Speaker:
     def __init__(self, config, model, tokenizer):
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.context = model.config.block_size
+        self.weights = weights_of(model, pack=not config.compile)                    # once for all answers
         self.longest = self.context - min(config.max_new_tokens, self.context // 2)     # of a prompt
 
     def prompt(self, entry):
@@ -73,16 +84,22 @@ class Speaker:
             return self.chat_prompt(entry.get("messages") or [{"role": "user", "content": entry["prompt"]}])
         return self.text_prompt(entry["prompt"])
 
+    def opening(self):
+        """The messages that a conversation begins with: the system message, where there is one."""
+        return [{"role": "system", "content": self.config.system}] if self.config.system else []
+
     def text_prompt(self, text):
+        """-> (ids, whether something was cut). BOS stands before it, where the tokenizer has one."""
+        bos = [self.tokenizer.bos_id] if self.tokenizer.bos_id is not None else []
         ids = self.tokenizer.encode(text)
-        return [self.tokenizer.bos_id, *ids[-(self.longest - 1):]], len(ids) >= self.longest
+        if not bos and not ids:
+            refuse("the prompt is empty, and this tokenizer has no BOS token to begin with instead: give a --prompt.")
+        return [*bos, *ids[len(bos) - self.longest:]], len(ids) + len(bos) > self.longest
 
     def chat_prompt(self, messages):
         """-> (ids, whether something was cut). The system message stays; the oldest turns go, then the start of one."""
-        system = [message for message in messages if message["role"] == "system"]
-        turns = messages[len(system):]
-        if self.config.system and not system:
-            system = [{"role": "system", "content": self.config.system}]
+        system = [message for message in messages if message["role"] == "system"] or self.opening()
+        turns = [message for message in messages if message["role"] != "system"]
         kept = turns
         while len(ids := self.render(system + kept)) > self.longest and len(kept) > 1:
             kept = kept[2:]
@@ -97,26 +114,24 @@ class Speaker:
     def render(self, messages):
         return render(self.tokenizer, messages, open_assistant=True)[0]
 
-    def answer(self, prompts, seed=0, on_token=None):
+    def answer(self, prompts, seed=0, on_text=None):
         config = self.config
-        return generate(self.model, prompts, config.max_new_tokens, stop_ids(self.tokenizer), config.temperature,
-                        config.top_k, config.top_p, config.seed + seed, on_token)
+        return generate(
+            self.model, prompts, config.max_new_tokens, stop_ids(self.tokenizer), config.temperature, config.top_k,
+            config.top_p, config.seed + seed, repetition_penalty=config.repetition_penalty, on_text=on_text,
+            tokenizer=self.tokenizer, stop_strings=config.stop, compile=config.compile,
+            weights=self.weights)
 
     def speak(self, ids, cut):
-        """Answers one prompt on the terminal, token by token. -> the text"""
+        """Answers one prompt on the terminal, as the text comes. -> the text"""
         if cut:
             note("the prompt is longer than the context leaves room for: its beginning was left out")
-        utf8 = codecs.getincrementaldecoder("utf-8")("replace")     # a token may be half a character: never shown so
-
-        def show(row, id):
-            print(printable(utf8.decode(self.tokenizer.decode_bytes([id]))), end="", flush=True)
-
-        result = self.answer([ids], on_token=show)
-        print(printable(utf8.decode(b"", final=True)), flush=True)
+        result = self.answer([ids], on_text=lambda row, text: print(printable(text), end="", flush=True))
+        print(flush=True)
         if not result.stopped[0]:
             full = len(ids) + len(result.ids[0]) >= self.context
             note("ended by the context's end" if full else f"ended by max_new_tokens = {self.config.max_new_tokens}")
-        return self.tokenizer.decode(result.ids[0])
+        return result.texts[0]
 
 
 def note(text):
@@ -125,19 +140,38 @@ def note(text):
 
 def conversation(speaker):
     """The chat loop: reads questions until the input ends, or Ctrl-C."""
-    messages = []
+    messages = speaker.opening()
+    note("/reset or an empty line starts a new conversation, /save FILE keeps this one; Ctrl-D ends")
     try:
         while True:
             question = input("\nyou> ")
-            if question.strip():
+            command, _, name = question.strip().partition(" ")
+            if command in ("", "/reset"):
+                messages = speaker.opening()
+                note("a new conversation")
+            elif command == "/save":
+                note(save(name.strip(), messages))
+            else:
                 messages.append({"role": "user", "content": question})
                 print("model> ", end="", flush=True)
                 messages.append({"role": "assistant", "content": speaker.speak(*speaker.chat_prompt(messages))})
-            else:
-                messages = []
-                note("a new conversation")
     except (EOFError, KeyboardInterrupt):
         print()
+
+
+def save(path, messages):
+    """Appends a conversation to a file of conversations, as engine/chat.py reads them. -> what to say about it"""
+    wrong = wrong_messages({"messages": messages}, "messages", last="assistant")
+    if not path or wrong:
+        return "; ".join(["not saved", *wrong] if path else ["/save needs the name of a file"])
+    try:
+        with open(path, "ab+") as file:
+            # Behind a last line that has no end, a line of ours would be part of it.
+            torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n"
+            file.write(b"\n" * torn + json.dumps({"messages": messages}).encode() + b"\n")
+    except OSError as error:
+        return f"not saved: {path}: {error.strerror}"
+    return f"{sum(message['role'] == 'user' for message in messages)} questions and their answers added to {path}"
 
 
 def wrong_entry(entry):
@@ -149,16 +183,25 @@ def wrong_entry(entry):
 
 def batch(config, speaker):
     """Answers the prompts of a file, batch_size at a time, in order."""
-    entries, cuts = read_lines(config.file, wrong_entry), 0
+    entries, cuts, tokens = read_lines(config.file, wrong_entry), 0, 0
+    begun = said = time.monotonic()
+    bar = tqdm(total=len(entries), unit=" prompts", disable=not sys.stderr.isatty() or sys.stdout.isatty())
     for start in range(0, len(entries), config.batch_size):
         part = entries[start:start + config.batch_size]
         prompts = [speaker.prompt(entry) for entry in part]
         result = speaker.answer([ids for ids, _ in prompts], seed=start)
-        for entry, (_, cut), ids, stopped in zip(part, prompts, result.ids, result.stopped):
-            answer = {"completion": speaker.tokenizer.decode(ids), "tokens": len(ids), "stopped": stopped, "cut": cut}
+        for entry, (_, cut), ids, text, stopped in zip(part, prompts, result.ids, result.texts, result.stopped):
+            answer = {"completion": text, "tokens": len(ids), "stopped": stopped, "cut": cut}
             # Escaped to ASCII: whatever the model says, a line stays one line, and a terminal obeys none of it.
             print(json.dumps({**entry, **answer}), flush=True)
             cuts += cut
+            tokens += len(ids)
+        done, now = start + len(part), time.monotonic()
+        bar.update(len(part))
+        if done == len(entries) or now - said > SAY_EVERY and bar.disable:
+            note(f"{done} of {len(entries)} prompts, {tokens / (now - begun):,.0f} tokens/s")
+            said = now
+    bar.close()
     if cuts:
         note(f"{cuts} of {len(entries)} prompts are longer than the context leaves room for: they lost their beginning")
 
@@ -168,6 +211,9 @@ def main(config):
         f"temperature must be 0 (greedy) or more, found {config.temperature}": config.temperature < 0,
         f"top_k must be 0 (all) or more, found {config.top_k}": config.top_k < 0,
         f"top_p must be above 0 and at most 1, found {config.top_p}": not 0 < config.top_p <= 1,
+        f"repetition_penalty must be above 0 (1: none), found {config.repetition_penalty}":
+            config.repetition_penalty <= 0,
+        "stop must not have an empty text in it: every answer ends before that": "" in config.stop,
         "--file and --prompt are both given; it can only be one": config.file and config.prompt,
         "--system needs --chat=True: only conversations have one": config.system and not (config.chat or config.file),
     }.items() if holds))
@@ -179,8 +225,6 @@ def main(config):
     setup = parallel.start(config.device, config.dtype, threads=config.threads, seed=config.seed)
     folder = find_model(config)
     net, tokenizer = load_model(folder, dtype=setup.dtype)
-    if tokenizer.bos_id is None:
-        refuse(f"the tokenizer in {folder} has no BOS token, with which every text begins.")
     speaker = Speaker(config, net.to(setup.device), tokenizer)
     note(f"{folder}: {net.n_params():,} parameters, context {speaker.context}, {setup.device} {setup.dtype}")
 

@@ -34,6 +34,14 @@ from engine.tokenizer import valid_unicode
 
 ROLES = ("system", "user", "assistant")
 CHAT_TOKENS = (*(f"<|{role}|>" for role in ROLES), "<|end|>")
+# How a conversation is written down, by the token that ends a message: what stands before the message's text (special
+# tokens, or text), what its text begins with, what follows the end, and whether BOS stands before it all. A model
+# answers in the form that it was taught. The first is ours.
+FORMS = {
+    "<|end|>": (("<|{role}|>",), "", "", True),
+    "<|im_end|>": (("<|im_start|>",), "{role}\n", "\n", False),                                           # ChatML
+    "<|eot_id|>": (("<|start_header_id|>", "{role}", "<|end_header_id|>"), "\n\n", "", True),             # Llama 3
+}
 MOST_REPORTED = 50          # bad lines that are printed one by one
 
 
@@ -47,22 +55,41 @@ def render(tokenizer, messages, open_assistant=False):
     weights with them.) open_assistant: end with <|assistant|>, so that the model's turn is next.
     """
     missing = [name for name in CHAT_TOKENS if name not in tokenizer.specials]
-    missing += [role for role in ("bos", "pad") if getattr(tokenizer, f"{role}_id") is None]
-    if missing:
-        refuse(f"this tokenizer has no {', '.join(missing)}: conversations can not be written with it. Use a model "
-               "whose tokenizer comes from train_tokenizer.py.")
-    ids, weights = [tokenizer.bos_id], [0.0]
+    end = next((end for end in FORMS if end in tokenizer.specials and (end != "<|end|>" or not missing)), None)
+    roles = ["bos"] * (end is None or FORMS[end][3]) + ["pad"] * (end is None or not open_assistant)
+    lacking = [*(missing if end is None else []), *(role for role in roles if getattr(tokenizer, f"{role}_id") is None)]
+    if lacking:
+        refuse(f"this tokenizer has no {', '.join(lacking)}: conversations can not be written with it. Use a model "
+               "whose tokenizer comes from train_tokenizer.py, or is that of a chat model in ChatML or Llama 3's form.")
+    before, begin, behind, bos = FORMS[end]
+
+    def opening(role):
+        """The ids before a message's text, and what the text begins with."""
+        parts = [part.format(role=role) for part in before]
+        ids = [[tokenizer.specials[part]] if part in tokenizer.specials else tokenizer.encode(part) for part in parts]
+        return sum(ids, []), begin.format(role=role)
+
+    ids = [tokenizer.bos_id] if bos else []
+    weights = [0.0] * len(ids)
     for message in messages:
-        content = tokenizer.encode(message["content"])
+        head, lead = opening(message["role"])
+        # The text is encoded together with what it begins with, as the model has seen it.
+        content = tokenizer.encode(lead + message["content"])
         weight = message.get("weight", 1.0) if message["role"] == "assistant" else 0.0
-        ids += [tokenizer.special(f"<|{message['role']}|>"), *content, tokenizer.special("<|end|>")]
-        if isinstance(weight, list):
-            weights += [0.0, *_span_weights(tokenizer, content, message["content"], weight), 1.0]
+        trained = 1.0 if isinstance(weight, list) else float(weight)
+        if isinstance(weight, list) or lead:
+            spans = weight if isinstance(weight, list) else [[0, len(message["content"]), weight]]
+            spans = [[0, len(lead), 0.0], *([start + len(lead), stop + len(lead), w] for start, stop, w in spans)]
+            of_content = _span_weights(tokenizer, content, lead + message["content"], spans)
         else:
-            weights += [0.0] + [float(weight)] * (len(content) + 1)
+            of_content = [trained] * len(content)
+        after = tokenizer.encode(behind)
+        ids += [*head, *content, tokenizer.specials[end], *after]
+        weights += [*[0.0] * len(head), *of_content, trained, *[0.0] * len(after)]
     if open_assistant:
-        ids.append(tokenizer.special("<|assistant|>"))
-        weights.append(0.0)
+        head, lead = opening("assistant")
+        ids += head + tokenizer.encode(lead)
+        weights += [0.0] * (len(ids) - len(weights))
     return ids, weights
 
 
@@ -82,7 +109,7 @@ def _span_weights(tokenizer, ids, text, spans):
 
 def stop_ids(tokenizer):
     """The ids that end the assistant's turn, or a text."""
-    return {tokenizer.specials.get("<|end|>"), tokenizer.eos_id} - {None}
+    return {tokenizer.eos_id, *(tokenizer.specials.get(end) for end in FORMS)} - {None}
 
 
 def coloured(tokenizer, ids, weights):

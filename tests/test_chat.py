@@ -250,3 +250,28 @@ def test_preferences(tmp_path):
 def test_bad_preferences(bad, reason, tmp_path, capsys):
     said = refused(read_preferences, lines(tmp_path, {"prompt": [USER], "chosen": "a", "rejected": "b"}, bad), capsys)
     assert reason in said and "line 2: " in said
+
+
+@pytest.mark.parametrize("form, expected", [
+    ("chatml", "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\n\nhi<|im_end|>\n<|im_start|>assistant\nyo é<|im_end|>\n"
+               "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"),
+    ("llama3", "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
+               "<|start_header_id|>user<|end_header_id|>\n\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nyo é"
+               "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n")])
+def test_other_families_are_answered_in_their_own_form(form, expected):
+    names = {"chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+             "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>"]}[form]
+    tokenizer = Tokenizer([bytes([b]) for b in BYTE_ORDER], PATTERNS["gpt4"], {name: 256 + i for i, name in enumerate(names)},
+                          roles={"bos": "<|begin_of_text|>", "eos": names[-1], "pad": names[0]})
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "\nhi"},
+                {"role": "assistant", "content": "yo é"}, {"role": "user", "content": "?"}]
+    ids, weights = render(tokenizer, messages, open_assistant=True)
+    assert tokenizer.decode(ids, skip_special=False) == expected and len(ids) == len(weights)
+    end = tokenizer.special(names[2] if form == "chatml" else "<|eot_id|>")
+    said = tokenizer.encode("yo é")
+    assert [id for id, w in zip(ids, weights) if w] == [*said, end] and set(weights) == {0.0, 1.0}
+    messages[2]["weight"] = [[0, 1, 0.25], [3, 4, 0.0]]                    # of y, of é; what is in no span weighs 1
+    ids, weights = render(tokenizer, messages)
+    assert [w for w in weights if w] == [0.25, 1.0, 1.0, 1.0] and end in stop_ids(tokenizer)
+    messages[2]["weight"] = 0.5
+    assert [w for w in render(tokenizer, messages)[1] if w] == [0.5] * (len(said) + 1)

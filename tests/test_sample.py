@@ -8,8 +8,8 @@ import torch
 
 import sample
 from configurator import configure
-from engine.chat import render
-from engine.generate import generate
+from engine.chat import read_conversations, render
+from engine.generate import TextStream, generate
 from engine.hf import load_model, save_model
 from small import byte_tokenizer, small_llama
 
@@ -108,6 +108,48 @@ def test_a_conversation_keeps_what_was_said(ask, folder, monkeypatch):
     assert ask(*words, "--system=S")[0] == sample.printable(expected) + "\n"
 
 
+def test_commands_of_a_conversation(ask, folder, monkeypatch, tmp_path):
+    """/reset forgets, /save appends what read_conversations reads, and what is no command is a question."""
+    said = []
+    monkeypatch.setattr(sample.Speaker, "speak", lambda self, ids, cut: said.append(ids) or f"answer {len(said)}")
+    path = tmp_path / "said.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}')   # no line's end
+    def talk(*lines, words=()):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        return ask("--chat=True", "--max_new_tokens=2", *words)[1]
+    err = talk("one", "two", f"/save {path}", "/reset", f"/save {path}", "/etc/hosts?", "/save", f"/save {path}",
+               f"/save {tmp_path}/none/x", words=["--system=S"])
+    user = lambda text, number: [{"role": "user", "content": text}, {"role": "assistant", "content": f"answer {number}"}]
+    system = [{"role": "system", "content": "S"}]
+    assert [entry["messages"] for entry in read_conversations(path)][1:] == [
+        system + user("one", 1) + user("two", 2), system + user("/etc/hosts?", 3)]
+    _, tokenizer = load_model(folder)
+    assert said[1] == render(tokenizer, [*system, *user("one", 1), {"role": "user", "content": "two"}], open_assistant=True)[0]
+    assert said[2] == render(tokenizer, [*system, {"role": "user", "content": "/etc/hosts?"}], open_assistant=True)[0]
+    assert err.count("answers added to") == 2 and err.count("not saved") == 2 and "needs the name" in err
+    assert "a new conversation" in err and "No such file" in err
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_stop_strings_and_penalty_reach_the_model(ask):
+    words = "--prompt=hello", "--temperature=0", "--max_new_tokens=30"
+    free = ask(*words)[0][len("hello"):-1]
+    stop = next(free[i:i + 2] for i in range(6, 20) if free.find(free[i:i + 2]) == i
+                and free[i:i + 2].isascii() and free[i:i + 2].isprintable())
+    out, err = ask(*words, f"--stop=('never', {stop!r})")
+    assert out == "hello" + free[:free.find(stop)] + "\n" and "ended by" not in err
+    assert ask(*words, "--repetition_penalty=0.01")[0] != "hello" + free + "\n"
+
+
+def test_a_file_tells_how_far_it_is(ask, tmp_path, monkeypatch):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "hello"}\n' * 5)
+    out, err = ask(f"--file={path}", "--batch_size=2", "--max_new_tokens=4")
+    assert len(out.splitlines()) == 5 and "[5 of 5 prompts," in err and "[2 of 5" not in err
+    monkeypatch.setattr(sample, "SAY_EVERY", -1)
+    assert "[2 of 5 prompts," in ask(f"--file={path}", "--batch_size=2", "--max_new_tokens=4")[1]
+
+
 def test_ctrl_c_in_an_answer_ends_the_conversation(ask, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -154,11 +196,12 @@ def test_nothing_that_a_terminal_would_obey_is_printed(ask, folder, monkeypatch)
     _, tokenizer = load_model(folder)
     escape = tokenizer.encode("\x1b]0;owned\x07\x1b[2Jfine café")     # and two tokens that are one letter
 
-    def wicked(model, prompts, max_new_tokens, stop, temperature, top_k, top_p, seed, on_token):
+    def wicked(*args, on_text, **kwargs):
+        text = TextStream(tokenizer)
         for id in escape:
-            on_token(0, id)
+            on_text(0, text.feed(id))
         return sample_result
-    sample_result = generate(load_model(folder)[0], [[1]], 1, set())
+    sample_result = generate(load_model(folder)[0], [[1]], 1, set(), tokenizer=tokenizer)
     monkeypatch.setattr(sample, "generate", wicked)
     out, _ = ask("--prompt=\x1b[31mred")
     assert "\x1b" not in out and "\x07" not in out and out.startswith("red") and "fine café" in out
@@ -170,8 +213,9 @@ def test_wrong_settings_are_named_together(folder, capsys, tmp_path):
             sample.main(configure(vars(sample), [f"--model={folder}", "--device=cpu", *words]))
         assert stop.value.code == 2
         return capsys.readouterr().err
-    said = refused("--temperature=-1", "--top_p=0", "--top_k=-1", "--max_new_tokens=0", "--file=a", "--prompt=b")
-    for part in ("temperature must", "top_p must", "top_k must", "max_new_tokens must", "--file and"):
+    said = refused("--temperature=-1", "--top_p=0", "--top_k=-1", "--max_new_tokens=0", "--file=a", "--prompt=b",
+                   "--repetition_penalty=0", "--stop=('',)")
+    for part in ("temperature must", "top_p must", "top_k must", "max_new_tokens must", "--file and", "penalty must", "stop must"):
         assert part in said
     assert "--chat=True" in refused("--system=s")
     assert "cannot be read" in refused("--file=none.jsonl")
