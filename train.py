@@ -28,7 +28,7 @@ from configurator import configure, refuse
 from engine import checkpoint, parallel
 from engine.files import write_json
 from engine.hf import find_folder, load_weights, read_config
-from engine.loss import token_losses
+from engine.loss import model_losses
 from engine.monitor import Monitor, read_log
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
 from engine.run import open_run, refuse_hopeless, refuse_missing, refuse_once, save_when_due
@@ -53,12 +53,14 @@ rope_theta = 10000.0
 norm_eps = 1e-5
 tie_embeddings = True           # one matrix to embed and to score; Llama 2 has two
 dropout = 0.0                   # on the sublayers' outputs
-attention = "flash"             # 'flash': SDPA; 'fp32': the same in the open, slower
+attention = "flash"             # 'flash': SDPA; 'fp32': the same in the open, slower; 'bf16': its scores rounded, a mistake
+separate_documents = False      # documents in one block do not see each other, and each begins at position 0
 # the optimisation
 batch_tokens = 16384            # tokens per step over all processes, so a step means the same on any number of them
 micro_batch_size = 16           # sequences per process and forward pass: memory against speed, the result is the same
 max_steps = 1000
 learning_rate = 1e-3            # peak, after the warm-up
+z_loss = 0.0                    # above 0 (1e-4): keeps the sum of the softmax near 1, see engine/loss.py
 matrix_learning_rate = 0.0      # above 0: Muon for the layers' matrices with this peak, AdamW for the rest
 schedule = "cosine"             # 'cosine', 'linear' or 'constant'
 warmup_steps: int | None = None # None: 0.4 % of max_steps, at most 2000, at least a tenth of a short run
@@ -79,6 +81,8 @@ max_bad_steps = 10              # so many steps in a row with a loss or gradient
 device = "auto"                 # 'auto', 'cpu' or 'cuda'
 dtype = "auto"                  # of matrix products: 'bf16' or 'fp32'; auto: bf16 where the machine has it natively
 compile = True                  # torch.compile, per block
+loss_chunk = 0                  # so many tokens' logits in memory at a time; 0: those of the whole micro-batch
+recompute = "none"              # activations in the backward pass: 'none', 'selective' (of the MLPs) or 'full' (of whole blocks)
 deterministic: bool | None = None   # same bits in every run; None: on CPU yes
 threads = 0                     # 0: the cores divided by the processes on this machine
 
@@ -106,7 +110,8 @@ def shape_of(config, tokenizer, source=None):
     shape.vocab_size = config.vocab_size or tokenizer.vocab_size
     if source is None:
         return shape
-    theirs = replace(read_config(source), dropout=config.dropout, attention=config.attention)
+    theirs = replace(read_config(source), dropout=config.dropout, attention=config.attention,
+                     recompute=config.recompute)
     wrong = [f"{key} = {value}, but {config.init_from} has {getattr(theirs, key)}" for key, value in vars(shape).items()
              if value != getattr(theirs, key) and (key == "vocab_size" or value != config.default(key))]
     if wrong:
@@ -124,6 +129,8 @@ def check(config, shape, tokenizer, train, setup):
                         f"(block_size + 1 = {config.block_size + 1}): more text, or a smaller block_size")
     problems += config.below_one("block_size", "micro_batch_size", "max_steps", "batch_tokens", "log_every", "eval_every",
                                  "eval_blocks", "max_bad_steps")
+    problems += [f"{name} must not be negative, found {getattr(config, name)}" for name in ("loss_chunk", "z_loss")
+                 if getattr(config, name) < 0]
     problems += optimiser_problems(config)
     if not problems:
         # A process that has fewer sequences in a step than a micro-batch may hold takes them in one.
@@ -155,7 +162,13 @@ def sums(losses, inputs, targets, weights, tokenizer):
     return torch.cat([(losses * weights).sum()[None], (losses * kinds).sum((1, 2)), kinds.sum((1, 2)).double()])
 
 
-def forward_backward(model, micro_batches, tokenizer, setup):
+def losses_of(model, x, y, config, tokenizer):
+    """model_losses with what the config asks for. Documents are `BOS text EOS`."""
+    begins = x == tokenizer.bos_id if config.separate_documents else None
+    return model_losses(model, x, y, config.loss_chunk, config.z_loss, begins=begins)
+
+
+def forward_backward(model, micro_batches, config, tokenizer, setup):
     """Gradients of the global step's mean loss, left in the parameters; -> the step's sums over all ranks.
 
     Each loss is divided by the weight of the whole global step and not by its own micro-batch's: the same gradient for any
@@ -164,9 +177,8 @@ def forward_backward(model, micro_batches, tokenizer, setup):
     weight = parallel.all_sum(sum(w.sum() for _, _, w in micro_batches).double(), setup).clamp(min=1)
     for x, y, w in parallel.accumulate(micro_batches, model):
         with setup.autocast():
-            logits = model(x)
-        losses = token_losses(logits, y)                      # (B, T)
-        ((losses * w).sum() * setup.world / weight.float()).backward()
+            objectives, losses = losses_of(model, x, y, config, tokenizer)        # (B, T)
+        ((objectives * w).sum() * setup.world / weight.float()).backward()
         total += sums(losses, x, y, w, tokenizer)
     total = parallel.all_sum(total, setup)
     total[0] /= weight
@@ -185,7 +197,7 @@ def evaluate(model, data, blocks, config, tokenizer, byte_counts, setup):
     total = torch.zeros(11, dtype=torch.float64, device=setup.device)      # `sums`; nats and bytes of the text
     for x, y, w in load(data, blocks, config, setup):
         with setup.autocast():
-            losses = token_losses(parallel.bare(model)(x), y)
+            _, losses = losses_of(parallel.bare(model), x, y, config, tokenizer)
         text = (w > 0) & (y != tokenizer.eos_id)
         spelled = torch.stack([losses.double()[text].sum(), byte_counts[y[text]].sum().double()])
         total += torch.cat([sums(losses, x, y, w, tokenizer), spelled])
@@ -209,6 +221,7 @@ def main(config):
 
     # 2. The model, on its device, with the same bits on every rank.
     model = Llama(shape).init_weights(config.seed)
+    model.n_tokens = tokenizer.vocab_size           # where vocab_size is larger, to round it, the rest is padding
     if source:
         load_weights(model, source)
     model.to(setup.device)
@@ -248,7 +261,7 @@ def main(config):
         numbers = step_blocks(step, per_step, blocks, config.seed)
         micro_batches = list(load(train, numbers, config, setup))
         loaded = time.perf_counter()
-        total = forward_backward(model, micro_batches, tokenizer, setup)
+        total = forward_backward(model, micro_batches, config, tokenizer, setup)
         norm = clip(model.parameters(), config.grad_clip)
         loss, norm = total[0].item(), norm.item()
         good = math.isfinite(loss + norm)           # the same on every rank; one NaN in Adam's moments stays there

@@ -42,7 +42,7 @@ def generate(model, prompts, max_new_tokens, stop_ids, temperature=1.0, top_k=0,
     for _ in range(max_new_tokens):
         seen = cache.length + new.size(1)
         hidden = model.hidden(new, mask=mask[:, :seen], cache=cache)
-        logits = model.lm_head(hidden[:, -1]).float()                      # (rows, V): only the last position is scored
+        logits = model.logits(hidden[:, -1]).float()                       # (rows, V): only the last position is scored
         chosen, logp = pick(logits, temperature, top_k, top_p, generator)
         keep = []
         for i, (row, token, p) in enumerate(zip(alive, chosen.tolist(), logp.tolist())):
