@@ -48,7 +48,8 @@ RESULT_FREE = [
     "log_every", "eval_every", "save_light", "save_full", "keep",                 # intervals
     "eval_blocks", "eval_conversations", "show",                                  # how much to look at
     "device", "threads", "workers",                                               # machines
-    "micro_batch_size",      # the loss is a sum over the global batch, so any split of it has the same gradient
+    "recompute",             # memory against time, the same bits
+    "micro_batch_size", "loss_chunk",      # the loss is a sum over the global batch, so any split of it has the same gradient
     "max_bad_steps",         # when to give up
 ]
 

@@ -24,6 +24,7 @@ from functools import partial
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from configurator import refuse
 
@@ -36,6 +37,7 @@ SCALINGS = {
     "yarn": ({"factor", ORIGINAL}, {"beta_fast", "beta_slow", "attention_factor"}),
     "longrope": ({"factor", "short_factor", "long_factor", ORIGINAL}, {"attention_factor"}),
 }
+MASK_UP_TO = 1024       # tokens of a row; in longer ones documents are attended to one by one (see `apart`)
 
 
 @dataclass
@@ -51,7 +53,8 @@ class ModelConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = False    # one matrix both embeds tokens and scores them
     dropout: float = 0.0            # on the sublayers' outputs only: in attention it would cost SDPA its fast path
-    attention: str = "flash"        # 'flash': SDPA, fp32 inside the kernel; 'fp32': the same in the open
+    attention: str = "flash"        # 'flash': SDPA, fp32 inside; 'fp32': the same in the open; 'bf16': a mistake, shown
+    recompute: str = "none"         # in the backward pass, to save memory: 'selective': the MLPs; 'full': whole blocks
     # What other families do otherwise
     head_dim: int = 0               # width of a head; 0: n_embd / n_head
     qkv_bias: bool = False          # Qwen 1.5 to 2.5: q, k and v have a bias
@@ -78,7 +81,10 @@ class ModelConfig:
             f"n_head = {self.n_head} must be a multiple of n_kv_head = {self.n_kv_head}": self.n_head % self.n_kv_head,
             f"sliding_window must be at least 0, found {self.sliding_window}": self.sliding_window < 0,
             f"dropout must be in [0, 1), found {self.dropout}": not 0 <= self.dropout < 1,
-            f"attention must be 'flash' or 'fp32', found {self.attention!r}": self.attention not in ("flash", "fp32"),
+            f"attention must be 'flash', 'fp32' or 'bf16', found {self.attention!r}":
+                self.attention not in ("flash", "fp32", "bf16"),
+            f"recompute must be 'none', 'selective' or 'full', found {self.recompute!r}":
+                self.recompute not in ("none", "selective", "full"),
         }.items() if wrong]
 
 
@@ -117,7 +123,7 @@ class RMSNorm(nn.Module):
     def forward(self, x):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return (self.weight * wide.to(x.dtype)).to(x.dtype)
 
 
 def rope_table(positions, config, reach):
@@ -178,22 +184,41 @@ def rotate(x, cos, sin):
 
 
 def attend(q, k, v, allowed, kind):
-    """softmax(q kᵀ / sqrt(D)) v.   q (B, H, T, D); k, v (B, K, S, D); allowed (B, 1, T, S) bool or None -> like q
+    """softmax(q kᵀ / sqrt(D)) v.   q (B, H, T, D); k, v (B, K, S, D) -> like q
 
-    allowed None means causal, T == S. The scores q kᵀ are never rounded to bf16: from 256 on bf16 counts in steps of 2,
-    and a score that is off by 1 is a probability that is off by a factor e. 'flash' kernels keep scores and softmax in
-    fp32 inside; 'fp32' does it where it can be seen."""
+    allowed: what each token may look at. None: itself and what is before it (T == S). (B, 1, T, S) bool: where it is
+    True; a row without any gives 0. (n,) int64 on the CPU: its document (see `apart`).
+
+    The scores q kᵀ are never rounded to bf16: from 256 on bf16 counts in steps of 2, and a score that is off by 1 is a
+    probability that is off by a factor e. 'flash' kernels keep scores and softmax in fp32 inside; 'fp32' does it where it
+    can be seen; 'bf16' makes that mistake, so that it can be measured (bench/attention.py)."""
+    if allowed is not None and allowed.dim() == 1:
+        return attend_apart(q, k, v, allowed, kind)
     if kind == "flash":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=allowed is None,
                                               enable_gqa=q.size(1) != k.size(1))
     group = q.size(1) // k.size(1)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    if allowed is None:
-        allowed = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril()
+    causal = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril() if allowed is None else allowed
     with torch.autocast(q.device.type, enabled=False):                     # autocast would round the product again
         scores = q.float() @ k.float().transpose(-2, -1) / math.sqrt(q.size(-1))      # (B, H, T, S), fp32
-        weights = scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1)         # fp32
-        return weights.to(v.dtype) @ v
+        if kind == "bf16":
+            scores = scores.bfloat16().float()
+        # The lowest number and not -inf: a softmax over nothing but -inf is 0/0.
+        weights = scores.masked_fill(~causal, torch.finfo(scores.dtype).min).softmax(dim=-1)      # fp32
+        y = weights.to(v.dtype) @ v
+    return y if allowed is None else y.masked_fill(~allowed.any(-1, keepdim=True), 0)
+
+
+@torch.compiler.disable           # of one length each, what is compiled for one step would not fit the next
+def attend_apart(q, k, v, lengths, kind):
+    """attend for each document alone, in rows that are cut into documents of these lengths, one behind the other. This
+    costs the squares of the documents' lengths, where a mask costs the square of the row's."""
+    batch, _, time, _ = q.shape
+    # Split and not sliced: the gradient of a slice is a tensor as large as the whole.
+    parts = zip(*(y.transpose(1, 2).flatten(0, 1).split(lengths.tolist()) for y in (q, k, v)))   # (L, heads, D) each
+    done = [attend(*(y.transpose(0, 1)[None] for y in part), None, kind)[0].transpose(0, 1) for part in parts]
+    return torch.cat(done).unflatten(0, (batch, time)).transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -236,7 +261,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.dropout = config.dropout
+        self.dropout, self.recompute = config.dropout, config.recompute == "selective"
         self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
@@ -244,8 +269,11 @@ class Block(nn.Module):
 
     def forward(self, x, cos, sin, allowed=None, remember=None):
         drop = lambda y: F.dropout(y, self.dropout, self.training)
+        think = lambda x: self.mlp(self.post_attention_layernorm(x))
+        if self.recompute and torch.is_grad_enabled():          # what is widest is kept for no layer but one at a time
+            think = partial(checkpoint, think, use_reentrant=False)
         x = x + drop(self.self_attn(self.input_layernorm(x), cos, sin, allowed, remember))
-        return x + drop(self.mlp(self.post_attention_layernorm(x)))
+        return x + drop(think(x))
 
 
 class KVCache:
@@ -286,11 +314,15 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
 
-    def forward(self, ids, mask=None, cache=None):
+    def forward(self, ids, mask=None, cache=None, begins=None):
         """ids (B, T) -> (B, T, C).
 
         mask (B, S): True where a token is real, over the cached and the new tokens; None where all are.
-        cache: a KVCache; the new tokens are written behind what it holds."""
+        cache: a KVCache; the new tokens are written behind what it holds.
+        begins (B, T): True where a document begins: none sees another, each has the positions 0, 1, ... Without mask
+        and cache."""
+        if begins is not None and (mask is not None or cache is not None):
+            raise ValueError("begins separates the documents of whole rows: it goes with neither mask nor cache")
         start = cache.length if cache is not None else 0
         if cache is not None and start + ids.size(1) > cache.max_length:
             raise ValueError(f"the cache has room for {cache.max_length} tokens; {start} are in it, {ids.size(1)} come")
@@ -298,17 +330,22 @@ class Trunk(nn.Module):
             positions = torch.arange(start, start + ids.size(1), device=ids.device)[None]
         else:                   # counted over the real tokens, so that padding on the left does not shift a sequence
             positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, start:]
+        window = self.config.sliding_window
+        causal = mask is None and start == 0 and not 0 < window < ids.size(1)
+        allowed = None if causal else visible(mask, start, ids, window)
+        if begins is not None:
+            positions, allowed = apart(begins)
         reach = positions.amax(-1) + 1                                     # (1 or B,)
         if cache is not None:                   # chosen once for all it will hold: what is in it stays turned
             reach = reach + cache.max_length - start - ids.size(1)
         cos, sin = rope_table(positions, self.config, reach)
-        window = self.config.sliding_window
-        causal = mask is None and start == 0 and not 0 < window < ids.size(1)
-        allowed = None if causal else visible(mask, start, ids, window)
 
         x = self.embed_tokens(ids)                                         # (B, T, C)
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, allowed, partial(cache.append, i) if cache is not None else None)
+            if self.config.recompute == "full" and torch.is_grad_enabled() and cache is None:
+                x = checkpoint(layer, x, cos, sin, allowed, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin, allowed, partial(cache.append, i) if cache is not None else None)
         if cache is not None:
             cache.length += ids.size(1)
         return self.norm(x)
@@ -326,6 +363,21 @@ def visible(mask, start, ids, window=0):
     return allowed if mask is None else (allowed & mask[:, None, None, :]) | (seen == own)
 
 
+def apart(begins):
+    """Positions (B, T) and `allowed` for rows in which documents stand one behind the other, each taken as if alone.
+    begins (B, T) bool: True at the first token of each; with a row one begins in any case.
+
+    A mask where rows are short, since it is one call for all; lengths where they are long, so that what is not looked
+    at costs nothing (bench/documents.py)."""
+    batch, time = begins.shape
+    index = torch.arange(time, device=begins.device)
+    first = (index * begins).cummax(-1).values                             # (B, T): where each token's document begins
+    if time <= MASK_UP_TO:
+        return index - first, ((first[:, :, None] == first[:, None]) & (index <= index[:, None]))[:, None]
+    starts = (first == index).flatten().nonzero()[:, 0]
+    return index - first, torch.diff(starts, append=starts.new_tensor([batch * time])).cpu()
+
+
 class Llama(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -333,15 +385,22 @@ class Llama(nn.Module):
         self.config = config
         self.model = Trunk(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.n_tokens = config.vocab_size       # below it: further rows only pad the matrix, and are no tokens
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, ids, mask=None, cache=None, keep=None):
-        """ids (B, T) -> logits (B, T, V) of the token after each. Arguments as in Trunk.forward.
+    def forward(self, ids, mask=None, cache=None, keep=None, begins=None, read=None):
+        """ids (B, T) -> logits (B, T, n_tokens) of the token after each. Arguments as in Trunk.forward.
 
-        keep (B, T) bool: only at these N positions -> (N, V); what is no target needs no logits."""
-        hidden = self.model(ids, mask, cache)
-        return self.lm_head(hidden if keep is None else hidden[keep])
+        keep (B, T) bool: only at these N positions -> (N, n_tokens); what is no target needs no logits.
+        read: what to do with (self.logits, hidden) instead; so a loss can be had without all logits at once."""
+        hidden = self.model(ids, mask, cache, begins)
+        hidden = hidden if keep is None else hidden[keep]
+        return self.logits(hidden) if read is None else read(self.logits, hidden)
+
+    def logits(self, hidden):
+        """(..., C) -> (..., n_tokens). What pads the vocabulary is in no softmax, so neither learned nor drawn."""
+        return self.lm_head(hidden)[..., :self.n_tokens]
 
     def hidden(self, ids, mask=None, cache=None):
         """ids (B, T) -> (B, T, C), after the last norm."""

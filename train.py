@@ -28,7 +28,7 @@ from configurator import configure, refuse
 from engine import checkpoint, parallel
 from engine.files import write_json
 from engine.hf import find_folder, inexpressible, lengthen, load_weights, read_config
-from engine.loss import token_losses
+from engine.loss import model_losses
 from engine.monitor import Monitor, read_log
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
 from engine.run import open_run, refuse_hopeless, refuse_missing, refuse_once, save_when_due
@@ -53,7 +53,8 @@ rope_theta = 10000.0
 norm_eps = 1e-5
 tie_embeddings = True           # one matrix to embed and to score; Llama 2 has two
 dropout = 0.0                   # on the sublayers' outputs
-attention = "flash"             # 'flash': SDPA; 'fp32': the same in the open, slower
+attention = "flash"             # 'flash': SDPA; 'fp32': the same in the open, slower; 'bf16': its scores rounded, a mistake
+separate_documents = False      # documents in one block do not see each other, and each begins at position 0
 head_dim = 0                    # width of a head; 0: n_embd / n_head
 qkv_bias = False                # q, k and v have a bias, as in Qwen 1.5 to 2.5
 qk_norm = False                 # q and k are normalised, as in Qwen3
@@ -65,6 +66,7 @@ batch_tokens = 16384            # tokens per step over all processes, so a step 
 micro_batch_size = 16           # sequences per process and forward pass: memory against speed, the result is the same
 max_steps = 1000
 learning_rate = 1e-3            # peak, after the warm-up
+z_loss = 0.0                    # above 0 (1e-4): keeps the sum of the softmax near 1, see engine/loss.py
 matrix_learning_rate = 0.0      # above 0: Muon for the layers' matrices with this peak, AdamW for the rest
 schedule = "cosine"             # 'cosine', 'linear' or 'constant'
 warmup_steps: int | None = None # None: 0.4 % of max_steps, at most 2000, at least a tenth of a short run
@@ -85,6 +87,8 @@ max_bad_steps = 10              # so many steps in a row with a loss or gradient
 device = "auto"                 # 'auto', 'cpu' or 'cuda'
 dtype = "auto"                  # of matrix products: 'bf16' or 'fp32'; auto: bf16 where the machine has it natively
 compile = True                  # torch.compile, per block
+loss_chunk = 0                  # so many tokens' logits in memory at a time; 0: those of the whole micro-batch
+recompute = "none"              # activations in the backward pass: 'none', 'selective' (of the MLPs) or 'full' (of whole blocks)
 deterministic: bool | None = None   # same bits in every run; None: on CPU yes
 threads = 0                     # 0: the cores divided by the processes on this machine
 
@@ -114,7 +118,8 @@ def shape_of(config, tokenizer, source=None):
     asked = {key: getattr(config, key) for key in ModelConfig.__dataclass_fields__}
     if source is None:
         return ModelConfig(**{**asked, "vocab_size": config.vocab_size or tokenizer.vocab_size})
-    theirs = replace(read_config(source), dropout=config.dropout, attention=config.attention)
+    theirs = replace(read_config(source), dropout=config.dropout, attention=config.attention,
+                     recompute=config.recompute)
     wrong = [f"{key} = {value}, but {config.init_from} has {getattr(theirs, key)}" for key, value in asked.items()
              if value not in (getattr(theirs, key), config.default(key)) and key not in ("block_size", "rope_scaling")]
     # A folder without a tokenizer.json is of another kind (SentencePiece): whether it fits is for the user to know.
@@ -137,7 +142,11 @@ def check(config, shape, tokenizer, train, setup):
                         f"(block_size + 1 = {config.block_size + 1}): more text, or a smaller block_size")
     problems += config.below_one("block_size", "micro_batch_size", "max_steps", "batch_tokens", "log_every", "eval_every",
                                  "eval_blocks", "max_bad_steps")
+    problems += [f"{name} must not be negative, found {getattr(config, name)}" for name in ("loss_chunk", "z_loss")
+                 if getattr(config, name) < 0]
     problems += optimiser_problems(config)
+    if config.separate_documents and shape.sliding_window:
+        problems.append(f"separate_documents does not go with sliding_window = {shape.sliding_window}: its mask has no window")
     if not problems:
         # A process that has fewer sequences in a step than a micro-batch may hold takes them in one.
         micro = min(config.micro_batch_size, max(1, config.batch_tokens // (config.block_size * setup.world)))
@@ -168,7 +177,13 @@ def sums(losses, inputs, targets, weights, tokenizer):
     return torch.cat([(losses * weights).sum()[None], (losses * kinds).sum((1, 2)), kinds.sum((1, 2)).double()])
 
 
-def forward_backward(model, micro_batches, tokenizer, setup):
+def losses_of(model, x, y, config, tokenizer):
+    """model_losses with what the config asks for. Documents are `BOS text EOS`."""
+    begins = x == tokenizer.bos_id if config.separate_documents else None
+    return model_losses(model, x, y, config.loss_chunk, config.z_loss, begins=begins)
+
+
+def forward_backward(model, micro_batches, config, tokenizer, setup):
     """Gradients of the global step's mean loss, left in the parameters; -> the step's sums over all ranks.
 
     Each loss is divided by the weight of the whole global step and not by its own micro-batch's: the same gradient for any
@@ -177,9 +192,8 @@ def forward_backward(model, micro_batches, tokenizer, setup):
     weight = parallel.all_sum(sum(w.sum() for _, _, w in micro_batches).double(), setup).clamp(min=1)
     for x, y, w in parallel.accumulate(micro_batches, model):
         with setup.autocast():
-            logits = model(x)
-        losses = token_losses(logits, y)                      # (B, T)
-        ((losses * w).sum() * setup.world / weight.float()).backward()
+            objectives, losses = losses_of(model, x, y, config, tokenizer)        # (B, T)
+        ((objectives * w).sum() * setup.world / weight.float()).backward()
         total += sums(losses, x, y, w, tokenizer)
     total = parallel.all_sum(total, setup)
     total[0] /= weight
@@ -198,7 +212,7 @@ def evaluate(model, data, blocks, config, tokenizer, byte_counts, setup):
     total = torch.zeros(11, dtype=torch.float64, device=setup.device)      # `sums`; nats and bytes of the text
     for x, y, w in load(data, blocks, config, setup):
         with setup.autocast():
-            losses = token_losses(parallel.bare(model)(x), y)
+            _, losses = losses_of(parallel.bare(model), x, y, config, tokenizer)
         text = (w > 0) & (y != tokenizer.eos_id)
         spelled = torch.stack([losses.double()[text].sum(), byte_counts[y[text]].sum().double()])
         total += torch.cat([sums(losses, x, y, w, tokenizer), spelled])
@@ -222,6 +236,7 @@ def main(config):
 
     # 2. The model, on its device, with the same bits on every rank.
     model = Llama(shape).init_weights(config.seed)
+    model.n_tokens = tokenizer.vocab_size           # where vocab_size is larger, to round it, the rest is padding
     if source:
         load_weights(model, source)
     model.to(setup.device)
@@ -261,7 +276,7 @@ def main(config):
         numbers = step_blocks(step, per_step, blocks, config.seed)
         micro_batches = list(load(train, numbers, config, setup))
         loaded = time.perf_counter()
-        total = forward_backward(model, micro_batches, tokenizer, setup)
+        total = forward_backward(model, micro_batches, config, tokenizer, setup)
         norm = clip(model.parameters(), config.grad_clip)
         loss, norm = total[0].item(), norm.item()
         good = math.isfinite(loss + norm)           # the same on every rank; one NaN in Adam's moments stays there

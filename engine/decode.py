@@ -102,7 +102,7 @@ class Decoder:
         self.column = torch.arange(cache.max_length, device=device)
         padding = torch.tensor(padding, device=device)[:, None] if any(padding) else None                # (B, 1)
         positions = self.column[None] if padding is None else (self.column - padding).clamp(min=0)       # (1 or B, S)
-        cos, sin = rope_table(positions, config.head_dim, config.rope_theta)               # (1 or B, 1, S, D/2) each
+        cos, sin = rope_table(positions, config, positions.amax(-1) + 1)                    # (1 or B, 1, S, D/2) each
         # (1 or B, S, 1, 2, D/2): x cos + (x with its halves exchanged) sin', so that a rotation is two operations.
         self.cos = torch.stack([cos, cos], -2).transpose(1, 2)
         self.sin = torch.stack([-sin, sin], -2).transpose(1, 2)

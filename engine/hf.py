@@ -77,7 +77,10 @@ def read_model(folder, kind="lm", **settings):
     config = replace(read_config(folder), **settings)
     model = (Llama if kind == "lm" else ScalarModel)(config)
     load_weights(model, folder)
-    return model, Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder)
+    if kind == "lm":
+        model.n_tokens = tokenizer.vocab_size        # the rows behind those only pad the vocabulary
+    return model, tokenizer
 
 
 def find_folder(path):

@@ -4,13 +4,42 @@ The one token loss and the one log-probability function.
 Losses are summed, never averaged, over tokens: the caller divides the sum over the *global* step by the global sum of
 weights. A mean per micro-batch, averaged over micro-batches, would weigh a token more in a batch that has few of them.
 """
+import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 def token_losses(logits, targets):
     """-log p(target) of each position, fp32.   logits (..., V), targets (...) int64 -> as targets"""
     losses = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="none")
     return losses.view_as(targets)
+
+
+def model_losses(model, ids, targets, chunk=0, z_loss=0.0, **more):
+    """What is made small and what is reported, of each target: (objectives, losses), fp32, each like targets.
+
+    ids (B, T); targets (B, T), or (N,) with keep among `more`, which goes to the model.
+
+    chunk: so many tokens' logits exist at a time, 0: all. With a vocabulary of 128,256 the logits of 4,096 tokens are
+    2 GiB in fp32, and softmax and gradient each as much again: more than all else that a small model needs. In chunks,
+    they are computed anew in the backward pass: one more product with the last layer, and never more than one chunk
+    (bench/loss.py).
+
+    z_loss: the objective is the loss + z_loss * log(Z)^2, Z the sum of the softmax. That holds log Z near 0, where the
+    logits are not rounded much; 1e-4 is usual (Chowdhery et al. 2022, arXiv 2204.02311, section 5)."""
+    def scored(logits, hidden, targets):
+        logits = logits(hidden)
+        losses = token_losses(logits, targets)
+        return losses + z_loss * logits.float().logsumexp(-1).square() if z_loss else losses, losses
+
+    def read(logits, hidden):
+        if not chunk:
+            return scored(logits, hidden, targets)
+        pieces = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk))
+        parts = [checkpoint(scored, logits, h, t, use_reentrant=False) for h, t in pieces]
+        return tuple(torch.cat(part).view_as(targets) for part in zip(*parts))
+
+    return model(ids, read=read, **more)
 
 
 def logprobs(model, ids, mask, temperature=1.0, with_entropy=False):

@@ -1,5 +1,6 @@
 """Generation: with the cache as without it, ragged batches as one by one, greedy, top-k, top-p, stops."""
 import copy
+import math
 import random
 
 import pytest
@@ -80,6 +81,22 @@ def test_top_k_and_top_p():
     assert (counts - p).abs().max() < 0.03
     greedy, logp = pick(logits, 0, 0, 1.0, generator)
     assert set(greedy.tolist()) == {0} and torch.allclose(logp, p[0].log().expand(4000))
+
+
+def test_rows_that_pad_the_vocabulary_are_never_drawn(tmp_path):
+    """Also after a model has been to disk: the tokenizer beside it says what is a token."""
+    from engine.hf import read_model, save_model
+    from small import byte_tokenizer
+    model, tokenizer = small_llama(3, vocab_size=320, tie_embeddings=False), byte_tokenizer()
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+        model.lm_head.weight.zero_()                           # all rows alike: one draw in six would be padding
+    save_model(tmp_path, model, tokenizer)
+    model = read_model(tmp_path)[0].eval()
+    for settings in (dict(), dict(top_k=300), dict(top_p=0.99), dict(temperature=0), dict(temperature=30.0)):
+        out = generate(model, PROMPTS, 60, set(), **settings)
+        assert max(max(ids) for ids in out.ids) < tokenizer.vocab_size == 263
+    assert out.logprobs[0][0] == pytest.approx(-math.log(263), abs=1e-5)
 
 
 def test_prompts_longer_than_the_context_and_generation_to_its_end(model):

@@ -1,11 +1,15 @@
 """The model against transformers' Llama with the same weights, its shapes, its initialisation."""
+import hashlib
 import math
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from small import config_shape
+from small import ROOT, config_shape
 from engine.hf import mismatches
 from model import KVCache, Llama, ModelConfig, RMSNorm, ScalarModel, attend
 
@@ -169,7 +173,7 @@ def test_scores_are_never_rounded_to_bf16():
     for kind in ("flash", "fp32"):
         got = attend(q, k, v, None, kind)[0, 0, 2, :3].float()
         assert (got - expected).abs().max() < 0.01, kind
-    rounded = (q @ k.transpose(-2, -1) / 8)[0, 0, 2].softmax(-1).float()
+    rounded = attend(q, k, v, None, "bf16")[0, 0, 2, :3].float()
     assert (rounded - expected).abs().max() > 0.2          # the mistake, shown
 
 
@@ -192,6 +196,140 @@ def test_compiled_gradients_of_the_explicit_attention_are_those_of_eager(padded)
     model.model.layers[0].compile()
     for a, b in zip(eager, gradients(), strict=True):
         assert (a - b).norm() < 0.02 * a.norm()                    # NaN is not smaller
+
+
+def test_rmsnorm_returns_the_inputs_dtype():
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):           # with gains in fp32, as in mixed training
+        assert RMSNorm(8, 1e-5)(torch.randn(2, 8, dtype=dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("kind", ["flash", "fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_that_may_look_at_nothing_is_0_and_its_gradients_too(kind, dtype):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 20, 16, dtype=dtype) * 100 for heads in (4, 2, 2))       # products beyond fp16's range
+    allowed = torch.rand(2, 1, 20, 20) < 0.5
+    allowed[0, :, 3], allowed[1, :, 7:12] = False, False
+    full = allowed.clone()
+    full[0, :, 3], full[1, :, 7:12] = True, True
+    tensors = [tensor.requires_grad_() for tensor in (q, k, v)]
+    y = attend(q, k, v, allowed, kind)
+    assert torch.isfinite(y).all() and (y[0, :, 3] == 0).all() and (y[1, :, 7:12] == 0).all()
+    some = allowed.any(-1).expand(2, 4, 20)
+    torch.testing.assert_close(y[some], attend(q, k, v, full, kind)[some], rtol=0.02, atol=0.5)
+    for gradient in torch.autograd.grad(y.float().sum(), tensors):
+        assert torch.isfinite(gradient).all()
+    assert (torch.autograd.grad(attend(q, k, v, allowed, kind).float().sum(), q)[0][~some] == 0).all()
+
+
+@pytest.mark.parametrize("short", [True, False], ids=["mask", "one by one"])
+@pytest.mark.parametrize("attention", ["flash", "fp32"])
+def test_documents_in_a_row_are_as_if_each_were_alone(short, attention, monkeypatch):
+    monkeypatch.setattr("model.MASK_UP_TO", 1024 if short else 0)
+    model = Llama(ModelConfig(**SMALL, n_kv_head=2, attention=attention)).init_weights(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    ids, weights = torch.randint(0, 211, (3, 50)), torch.randn(3, 50, 211)
+    begins = torch.zeros(3, 50, dtype=torch.bool)
+    begins[0, [0, 1, 17, 49]], begins[1, [20]] = True, True        # the third row is one document; a row may begin in the middle
+    logits = model(ids, begins=begins)
+    (logits * weights).sum().backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    pieces = [(0, 0, 1), (0, 1, 17), (0, 17, 49), (0, 49, 50), (1, 0, 20), (1, 20, 50), (2, 0, 50)]
+    for row, a, b in pieces:
+        alone = model(ids[row:row + 1, a:b])
+        assert (alone[0] - logits[row, a:b]).abs().max() < 1e-5
+        (alone * weights[row, a:b]).sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-4)
+    assert (model(ids)[0, 1:] - logits[0, 1:]).abs().max() > 1e-3          # they would have looked
+
+
+def test_documents_apart_go_with_neither_mask_nor_cache():
+    model = Llama(ModelConfig(**SMALL, n_kv_head=2))
+    ids, begins = torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.bool)
+    for more in (dict(mask=begins), dict(cache=KVCache(model.config, 1, 4))):
+        with pytest.raises(ValueError, match="neither mask nor cache"):
+            model(ids, begins=begins, **more)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("short", [True, False], ids=["mask", "one by one"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_compiled_documents_of_any_lengths_are_those_of_eager(short, recompute, monkeypatch):
+    monkeypatch.setattr("model.MASK_UP_TO", 1024 if short else 0)
+    torch.compiler.reset()
+    model = Llama(ModelConfig(**SMALL, n_kv_head=2, recompute=recompute)).init_weights(0)
+    generator = torch.Generator().manual_seed(0)
+
+    def gradients(ids, begins):
+        model.zero_grad()
+        model(ids, begins=begins).logsumexp(-1).sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    steps = [(torch.randint(0, 211, (2, 64), generator=generator), torch.rand(2, 64, generator=generator) < share)
+             for share in (0.1, 0.0, 0.02, 0.3, 0.1, 0.2, 0.05)]
+    eager = [gradients(*step) for step in steps]
+    for layer in model.model.layers:
+        layer.compile()
+    for number, (step, wanted) in enumerate(zip(steps, eager)):
+        # What the first four steps compiled serves all further lengths.
+        with torch.compiler.set_stance("default" if number < 4 else "fail_on_recompile"):
+            for a, b in zip(wanted, gradients(*step), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_activations_computed_anew_give_the_same_gradients_and_take_less():
+    ids, kept, gradients = torch.randint(0, 211, (2, 40)), {}, {}
+    for recompute in ("none", "selective", "full"):
+        model = Llama(ModelConfig(**SMALL, n_kv_head=2, dropout=0.3, recompute=recompute)).init_weights(0)
+        sizes = []
+        torch.manual_seed(5)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+            loss = model(ids).logsumexp(-1).sum()
+        loss.backward()
+        gradients[recompute] = [parameter.grad for parameter in model.parameters()]
+        kept[recompute] = sum(sizes)
+    for recompute in ("selective", "full"):
+        assert all(map(torch.equal, gradients["none"], gradients[recompute])), recompute
+    assert kept["none"] > 1.3 * kept["selective"] > 1.3 * 1.5 * kept["full"]
+
+
+DRAWN = """
+import hashlib, os, sys
+sys.path[:0] = [{root!r}]
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from model import Llama, ModelConfig
+dist.init_process_group("gloo")
+model = Llama(ModelConfig(vocab_size=211, n_layer=2, n_head=5, n_kv_head=5, n_embd=70, n_inner=94, block_size=64)).init_weights(7)
+mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+fully_shard(model, mesh=mesh)               # each process keeps its rows of what it drew; nothing is sent
+for name, parameter in model.named_parameters():
+    whole = parameter.detach().full_tensor().contiguous()
+    if dist.get_rank() == 0:
+        print(name, tuple(parameter.to_local().shape), hashlib.sha256(whole.numpy().tobytes()).hexdigest())
+dist.destroy_process_group()
+"""
+
+
+def test_the_first_weights_are_the_same_bits_however_they_are_sharded(tmp_path):
+    """On 1, 2 and 3 processes, 211 and 70 and 94 rows: 2 and 3 do not divide all of them."""
+    (tmp_path / "draw.py").write_text(DRAWN.format(root=str(ROOT)))
+    said = {}
+    for processes in (1, 2, 3):
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--rdzv_backend=c10d",
+                   "--rdzv_endpoint=localhost:0", str(tmp_path / "draw.py")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
+        said[processes] = [line.split() for line in done.stdout.splitlines() if "weight" in line]
+    model = Llama(ModelConfig(vocab_size=211, n_layer=2, n_head=5, n_kv_head=5, n_embd=70, n_inner=94, block_size=64)).init_weights(7)
+    wanted = {name: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for name, p in model.named_parameters()}
+    for processes, lines in said.items():
+        assert {words[0]: words[-1] for words in lines} == wanted, processes
+    assert said[1] != said[2] != said[3]                                    # the shares were of different shapes
 
 
 def test_impossible_shapes_are_all_named(capsys):

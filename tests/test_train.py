@@ -147,17 +147,17 @@ def test_any_split_into_micro_batches_is_the_same_step(data, tmp_path):
 
 
 def poison(calls, rank=0):
-    """token_losses as train.py calls it, but NaN at these calls (the first is 1) of one rank."""
-    real, count = script.token_losses, itertools.count(1)
+    """model_losses as train.py calls it, but NaN at these calls (the first is 1) of one rank."""
+    real, count = script.model_losses, itertools.count(1)
 
-    def losses(logits, targets):
+    def losses(*words, **more):
         bad = next(count) in calls and int(os.environ.get("RANK", 0)) == rank
-        return real(logits, targets) * (math.nan if bad else 1.0)
+        return tuple(part * (math.nan if bad else 1.0) for part in real(*words, **more))
     return losses
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_reported(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "token_losses", poison({9}))                      # the first micro-batch of the third step
+    monkeypatch.setattr(script, "model_losses", poison({9}))                      # the first micro-batch of the third step
     assert "step skipped" in train(data, tmp_path / "out", "--max_steps=8")
     records = {record["step"]: record for record in read_log(tmp_path / "out" / "pretrain")}
     assert records[3]["skipped"] and len(records[3]["blocks"]) == 8 and "skipped" not in records[4]
@@ -168,7 +168,7 @@ def test_too_many_such_steps_end_the_run_with_the_last_good_checkpoint(data, tmp
     extra = ["--max_steps=30", "--save_full=2", "--save_light=2", "--max_bad_steps=3"]
     for begin in (17, 1):               # from the fifth step on; then again from the checkpoint of the sixth, where two were counted
         with monkeypatch.context() as patch:
-            patch.setattr(script, "token_losses", poison(range(begin, 200)))
+            patch.setattr(script, "model_losses", poison(range(begin, 200)))
             assert "step 7: 3 steps in a row" in refused(data, tmp_path / "out", *extra)
     train(data, tmp_path / "good", *extra, "--keep=0")
     good = weights(tmp_path / "good", 4)
@@ -187,7 +187,7 @@ def watched(run, done, total, config, modules, *rest):
     bits = torch.cat([p.detach().flatten() for p in modules["model"].parameters()])
     torch.save(bits, config.out_dir + "/rank" + os.environ["RANK"] + "_step" + str(done))
     return save(run, done, total, config, modules, *rest)
-script.save_when_due, script.token_losses = watched, poison({calls}, rank=1)
+script.save_when_due, script.model_losses = watched, poison({calls}, rank=1)
 script.main(configure(vars(script)))
 """
 
@@ -369,7 +369,8 @@ def test_held_out_numbers_by_hand(data):
     val = TokenData(data / "tokens", "val", tokenizer.hash)
     blocks = range(n_blocks(val.n_tokens, 32))                  # the last of them is padded
     byte_counts = torch.tensor([len(b) for b in tokenizer.token_bytes])
-    scores = script.evaluate(model, val, blocks, SimpleNamespace(micro_batch_size=2, block_size=32), tokenizer, byte_counts, ALONE)
+    settings = SimpleNamespace(micro_batch_size=2, block_size=32, loss_chunk=7, z_loss=0.1, separate_documents=False)
+    scores = script.evaluate(model, val, blocks, settings, tokenizer, byte_counts, ALONE)
     assert model.training
     x, y, w = (torch.from_numpy(part) for part in batch(val, blocks, 32))
     losses = -model.eval()(x).log_softmax(-1).gather(-1, y[..., None])[..., 0]
@@ -404,3 +405,58 @@ def test_cuda_asked_for_where_there_is_none(data, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     assert "sees no CUDA device" in refused(data, tmp_path / "out", "--device=cuda")
+
+
+def test_what_saves_memory_changes_no_result(data, tmp_path):
+    """The loss in chunks, whole blocks or the MLPs computed anew; with dropout, whose noise must come out the same."""
+    runs = {"plain": [], "full": ["--recompute=full"], "selective": ["--recompute=selective"], "chunks": ["--loss_chunk=5"]}
+    for name, extra in runs.items():
+        train(data, tmp_path / name, "--max_steps=4", "--dropout=0.2", *extra)
+    plain = losses(tmp_path / "plain")
+    for name in ("full", "selective"):
+        assert losses(tmp_path / name) == plain and same(weights(tmp_path / name, 4), weights(tmp_path / "plain", 4)), name
+    assert max(abs(a - b) for a, b in zip(losses(tmp_path / "chunks"), plain)) < 1e-6
+    said = refused(data, tmp_path / "out", "--loss_chunk=-1", "--z_loss=-1", "--recompute=some", "--attention=fast")
+    assert all(part in said for part in ("loss_chunk must", "z_loss must", "recompute must", "attention must"))
+
+
+def test_two_processes_with_all_of_that_at_once(data, tmp_path):
+    """Documents apart, loss in chunks, MLPs computed anew, vocabulary padded: on two processes as on one."""
+    extra = ["--max_steps=3", "--separate_documents=True", "--loss_chunk=20", "--recompute=selective", "--z_loss=1e-3",
+             "--vocab_size=320"]
+    train(data, tmp_path / "one", *extra)
+    launch(data, tmp_path / "two", *extra, processes=2)
+    assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True)) < 1e-5
+
+
+def test_documents_apart_are_trained_and_held_out_as_if_alone(data):
+    tokenizer, model = byte_tokenizer(), small_llama(3)
+    val = TokenData(data / "tokens", "val", tokenizer.hash)
+    blocks = range(n_blocks(val.n_tokens, 32))
+    settings = SimpleNamespace(micro_batch_size=2, block_size=32, loss_chunk=0, z_loss=0.0, separate_documents=True)
+    byte_counts = torch.tensor([len(b) for b in tokenizer.token_bytes])
+    found = script.evaluate(model, val, blocks, settings, tokenizer, byte_counts, ALONE)["loss"]
+    x, y, w = (torch.from_numpy(part) for part in batch(val, blocks, 32))
+    total = 0.0
+    for ids, targets, weight in zip(x, y, w):                      # by hand: each piece of a block up to the next BOS
+        edges = [0, *(i for i in range(1, 32) if ids[i] == tokenizer.bos_id), 32]
+        for a, b in itertools.pairwise(edges):
+            logp = model(ids[None, a:b])[0].log_softmax(-1)
+            total -= (logp[range(b - a), targets[a:b]] * weight[a:b]).sum().item()
+    assert found == pytest.approx(total / w.sum().item(), rel=1e-5)
+    total = script.forward_backward(model, [(x, y, w)], settings, tokenizer, ALONE)
+    assert total[0].item() == pytest.approx(found, rel=1e-5)
+    settings.separate_documents = False
+    other = script.evaluate(model, val, blocks, settings, tokenizer, byte_counts, ALONE)["loss"]
+    assert abs(other - found) > 1e-4                               # and they would have been seen
+
+
+def test_rows_that_pad_the_vocabulary_are_neither_counted_nor_learned(data, tmp_path):
+    train(data, tmp_path / "plain", "--max_steps=3", "--weight_decay=0")
+    train(data, tmp_path / "padded", "--max_steps=3", "--weight_decay=0", "--vocab_size=384")
+    n = byte_tokenizer().vocab_size
+    trained = weights(tmp_path / "padded", 3)["model.embed_tokens.weight"]
+    start = script.Llama(script.ModelConfig(384, 2, 2, 2, 32, 64, 32)).init_weights(1).model.embed_tokens.weight
+    assert torch.equal(trained[n:], start[n:]) and not torch.equal(trained[:n], start[:n])
+    # Another matrix is drawn, so the runs differ; but as the model begins, its loss is that of n tokens and not of 384.
+    assert losses(tmp_path / "padded")[0] == pytest.approx(math.log(n), abs=0.02)

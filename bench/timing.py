@@ -1,0 +1,29 @@
+"""Times of functions that are to be compared, taken in turns, so that a busy moment meets all of them."""
+import statistics
+import time
+
+import torch
+
+
+def seconds_of(work, device):
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def in_turns(works, rounds, device=torch.device("cpu"), warm_up=2):
+    """{name: [seconds of each round]} of {name: function}. The order within a round turns from round to round."""
+    times = {name: [] for name in works}
+    for number in range(-warm_up, rounds):
+        for name in list(works)[::-1 if number % 2 else 1]:
+            seconds = seconds_of(works[name], device)
+            if number >= 0:
+                times[name].append(seconds)
+    return times
+
+
+def ratio(times, name, peer):
+    """The median over the rounds of how much longer `name` took than `peer` in the same round."""
+    return statistics.median(a / b for a, b in zip(times[name], times[peer]))
