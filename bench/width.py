@@ -9,7 +9,6 @@ machine does then falls on both. Times are per weight, so the ratio says what a 
 """
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configurator import configure
 from engine.parallel import start
+from timing import in_turns
 
 n_embd = 4096
 widths: list[int] = [11008, 11000]     # the first is what the others are compared with
@@ -34,30 +34,16 @@ def feed_forward(x, gate, up, down):
     return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
-def seconds(call, device):
-    """Of one call, when what was queued before it is done and it is too."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    began = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - began
-
-
 @torch.inference_mode()
 def main(config):
     setup = start(config.device, config.dtype, False, config.threads)
     rows = config.tokens or (8192 if setup.device.type == "cuda" else 512)
     make = lambda *size: torch.randn(size, device=setup.device).to(setup.dtype) * 0.02
-    x, calls, times = make(rows, config.n_embd), {}, {width: [] for width in config.widths}
+    x, calls = make(rows, config.n_embd), {}
     for width in config.widths:
         weights = make(width, config.n_embd), make(width, config.n_embd), make(config.n_embd, width)
         calls[width] = lambda weights=weights: feed_forward(x, *weights)
-        for _ in range(3):
-            calls[width]()                              # kernels are chosen and memory is set aside
-    for number in range(config.rounds):
-        for width in config.widths if number % 2 else config.widths[::-1]:
-            times[width].append(seconds(calls[width], setup.device))
+    times = in_turns(calls, config.rounds, setup.device)
     setup.say(f"{rows} tokens, n_embd {config.n_embd}, {str(setup.dtype)[6:]} on {setup.device.type}, {setup.threads} "
               f"threads, {config.rounds} rounds")
     first = config.widths[0]

@@ -39,12 +39,9 @@ class Layer(NamedTuple):
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     o: torch.Tensor
-    o_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
     gate_up: torch.Tensor                   # (2 n_inner, C)
-    gate_up_bias: torch.Tensor | None
     down: torch.Tensor
-    down_bias: torch.Tensor | None
 
 
 class Weights(NamedTuple):
@@ -94,8 +91,8 @@ class Decoder:
     def __init__(self, model, weights, cache, padding, compile=False):
         config, device = model.config, cache.keys.device
         self.config, self.cache, self.compiled = config, cache, compile
-        self.window = getattr(config, "sliding_window", None) or cache.max_length
-        self.n_tokens = getattr(model, "n_tokens", config.vocab_size)    # rows behind it are no tokens
+        self.window = config.sliding_window or cache.max_length
+        self.n_tokens = model.n_tokens                                     # rows behind it are no tokens
         self.embedding, self.norm = model.model.embed_tokens.weight, model.model.norm.weight
         self.dtype, self.head, self.layers = weights
         dtype = self.dtype
@@ -166,10 +163,10 @@ class Decoder:
                 keys[:, :, at], values[:, :, at] = k, v
             q = qk[:, :heads].view(batch, groups, heads // groups, width)  # (B, K, G, D)
             y = _attend(q, keys[:, :, seen], values[:, :, seen], mask, config.attention)
-            x = x + _linear(y.reshape(batch, heads * width), layer.o, layer.o_bias)
-            y = _linear(_norm(x, layer.mlp_norm, config).to(dtype), layer.gate_up, layer.gate_up_bias)
+            x = x + _linear(y.reshape(batch, heads * width), layer.o)
+            y = _linear(_norm(x, layer.mlp_norm, config).to(dtype), layer.gate_up)
             gate, up = y.chunk(2, -1)
-            x = x + _linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            x = x + _linear(F.silu(gate) * up, layer.down)
         return self.scores(_norm(x, self.norm, config))
 
     def scores(self, hidden):
@@ -179,15 +176,13 @@ class Decoder:
 
 def _layer(block, dtype, pack):
     attention, mlp = block.self_attn, block.mlp
-    qkv, gate_up = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+    qkv = attention.q_proj, attention.k_proj, attention.v_proj
     matrix = lambda *linears: _ready(together(*linears), dtype, pack)
     norm = lambda name: getattr(getattr(attention, name, None), "weight", None)
-
-    def bias(*linears):
-        return None if linears[0].bias is None else torch.cat([linear.bias for linear in linears]).to(dtype)
-    return Layer(block.input_layernorm.weight, matrix(*qkv), bias(*qkv), norm("q_norm"), norm("k_norm"),
-                 matrix(attention.o_proj), bias(attention.o_proj), block.post_attention_layernorm.weight,
-                 matrix(*gate_up), bias(*gate_up), matrix(mlp.down_proj), bias(mlp.down_proj))
+    bias = None if attention.q_proj.bias is None else torch.cat([linear.bias for linear in qkv]).to(dtype)
+    return Layer(block.input_layernorm.weight, matrix(*qkv), bias, norm("q_norm"), norm("k_norm"),
+                 matrix(attention.o_proj), block.post_attention_layernorm.weight,
+                 matrix(mlp.gate_proj, mlp.up_proj), matrix(mlp.down_proj))
 
 
 def _ready(weight, dtype, pack):
