@@ -31,7 +31,6 @@ from tqdm import tqdm
 from configurator import configure, refuse
 from engine import parallel
 from engine.chat import read_lines, render, stop_ids, wrong_messages
-from engine.decode import weights_of
 from engine.files import printable
 from engine.generate import generate
 from engine.hf import load_model
@@ -75,7 +74,6 @@ class Speaker:
     def __init__(self, config, model, tokenizer):
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.context = model.config.block_size
-        self.weights = weights_of(model, pack=not config.compile)                    # once for all answers
         self.longest = self.context - min(config.max_new_tokens, self.context // 2)     # of a prompt
 
     def prompt(self, entry):
@@ -119,8 +117,7 @@ class Speaker:
         return generate(
             self.model, prompts, config.max_new_tokens, stop_ids(self.tokenizer), config.temperature, config.top_k,
             config.top_p, config.seed + seed, repetition_penalty=config.repetition_penalty, on_text=on_text,
-            tokenizer=self.tokenizer, stop_strings=config.stop, compile=config.compile,
-            weights=self.weights)
+            tokenizer=self.tokenizer, stop_strings=config.stop, compile=config.compile)
 
     def speak(self, ids, cut):
         """Answers one prompt on the terminal, as the text comes. -> the text"""

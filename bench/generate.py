@@ -23,7 +23,6 @@ sys.path.insert(0, str(ROOT))
 
 from configurator import configure, refuse  # noqa: E402
 from engine import parallel  # noqa: E402
-from engine.decode import weights_of  # noqa: E402
 from engine.generate import generate  # noqa: E402
 from model import Llama, ModelConfig  # noqa: E402
 
@@ -87,9 +86,7 @@ def measure(name, dtype, batch, config, setup):
     prompts = torch.randint(1, 2000, (batch, config.prompt_tokens), generator=torch.Generator().manual_seed(batch))
     rows, prompts = prompts.tolist(), prompts.to(setup.device)
     memory = torch.zeros(size // 4 // 1024, 1024, device=setup.device).add_(1)
-    weights = weights_of(model, pack=not config.compile)
-    ours = lambda: generate(model, rows, config.new_tokens, set(), temperature=0, compile=config.compile,
-                            weights=weights)
+    ours = lambda: generate(model, rows, config.new_tokens, set(), temperature=0, compile=config.compile)
     if config.peer:
         peer = theirs_like(model)
         length = dict(max_new_tokens=config.new_tokens, min_new_tokens=config.new_tokens)

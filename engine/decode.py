@@ -5,16 +5,17 @@ It computes what model.py computes (tests/test_generate.py holds the two togethe
 token per row, every weight is read for a handful of products: a step can not be faster than the memory, and next to
 that reading only the number of operations counts, since each costs some microseconds however little it does. So
 
+  - the stream of the tokens stands in columns, (C, B), and a weight before it, W x: W's rows are then read as they lie,
+    where x Wᵀ makes the CPU's libraries lay them out anew in every step (1.2 to 2 times the time at 16 rows);
   - q_proj, k_proj and v_proj are one product, gate_proj and up_proj are another;
+  - a norm is four operations, and the stream is fp32, so that none of them has to widen or round it;
   - RoPE's angles are looked up, and q and k turn together;
   - the query heads that share a key head stand where a sequence would have its tokens, so nothing is repeated for them;
-  - what is padding is said by a mask that is made once;
-  - on a CPU, matrices in bf16 are laid out anew, once, the way in which its matrix units take them. Else every product
-    does that by itself, which takes longer than the product.
+  - what is padding is said by a mask that is made once.
 
 Letters as in model.py; G: query heads to one key head.
 """
-import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,8 +23,7 @@ import torch.nn.functional as F
 
 from model import attend, rope_table
 
-PACKED_AT_MOST = 4 * 2**30      # bytes of weights in that layout, since it is a copy
-COMPILED_ROOM = 256             # the cache of a compiled step is a multiple of it: each length costs a compilation
+COMPILED_ROOM = 256     # the cache of a compiled step is a multiple of it: each length costs a compilation
 
 
 def room(tokens, compile):
@@ -33,34 +33,14 @@ def room(tokens, compile):
 
 class Layer(NamedTuple):
     """The weights of a block as the step wants them; None where a family has no such thing."""
-    attention_norm: torch.Tensor
+    attention_norm: tuple                   # norms are as _norm takes them
     qkv: torch.Tensor                       # (H D + 2 K D, C)
-    qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    qkv_bias: torch.Tensor | None           # (H D + 2 K D, 1)
+    qk_norm: tuple | None
     o: torch.Tensor
-    mlp_norm: torch.Tensor
+    mlp_norm: tuple
     gate_up: torch.Tensor                   # (2 n_inner, C)
     down: torch.Tensor
-
-
-class Weights(NamedTuple):
-    """A model's matrices as the step wants them."""
-    dtype: torch.dtype                      # of the products
-    head: torch.Tensor
-    layers: list
-
-
-def weights_of(model, dtype=None, pack=True):
-    """The Weights of a model, in the dtype of its own or another. pack: on a CPU and in bf16, as a copy in the layout
-    of the matrix units. That takes about as long as eight steps and does not follow when the model is trained: it is for
-    who keeps a model as it is, or makes many tokens at once."""
-    head = model.lm_head.weight
-    dtype = dtype or head.dtype
-    size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
-    pack = pack and head.device.type == "cpu" and dtype == torch.bfloat16 and size <= PACKED_AT_MOST and can_pack()
-    with torch.inference_mode():
-        return Weights(dtype, _ready(head, dtype, pack), [_layer(block, dtype, pack) for block in model.model.layers])
 
 
 def together(*linears):
@@ -83,31 +63,32 @@ def together(*linears):
 
 
 class Decoder:
-    """A Llama, its Weights, a KVCache that holds the prompts, and how many columns of padding each row has before its.
+    """A Llama, a KVCache that holds the prompts, how many columns of padding each row has before its, and the dtype of
+    the products. The model's own matrices are read; only where their dtype is another one are they copied.
 
-    compile: a step of fixed shapes that reads all of the cache's room under a mask, for torch.compile; not for packed
-    weights, since it lays them out by itself."""
+    compile: a step of fixed shapes that reads all of the cache's room under a mask, for torch.compile."""
 
-    def __init__(self, model, weights, cache, padding, compile=False):
+    def __init__(self, model, cache, padding, dtype, compile=False):
         config, device = model.config, cache.keys.device
-        self.config, self.cache, self.compiled = config, cache, compile
+        self.config, self.cache, self.compiled, self.dtype = config, cache, compile, dtype
         self.window = config.sliding_window or cache.max_length
         self.n_tokens = model.n_tokens                                     # rows behind it are no tokens
-        self.embedding, self.norm = model.model.embed_tokens.weight, model.model.norm.weight
-        self.dtype, self.head, self.layers = weights
-        dtype = self.dtype
-        self.column = torch.arange(cache.max_length, device=device)
-        padding = torch.tensor(padding, device=device)[:, None] if any(padding) else None                # (B, 1)
-        positions = self.column[None] if padding is None else (self.column - padding).clamp(min=0)       # (1 or B, S)
-        cos, sin = rope_table(positions, config, positions.amax(-1) + 1)                    # (1 or B, 1, S, D/2) each
-        # (1 or B, S, 1, 2, D/2): x cos + (x with its halves exchanged) sin', so that a rotation is two operations.
-        self.cos = torch.stack([cos, cos], -2).transpose(1, 2)
-        self.sin = torch.stack([-sin, sin], -2).transpose(1, 2)
+        self.embedding, self.head = model.model.embed_tokens.weight, model.lm_head.weight.to(dtype)
+        self.norm = _gain(config.norm_eps, model.model.norm)
+        self.layers = [_layer(block, config, dtype) for block in model.model.layers]
+        self.column = torch.arange(cache.keys.size(3), device=device)
+        pad = torch.tensor(padding, device=device)[:, None] if any(padding) else None                    # (B, 1)
+        positions = self.column[None] if pad is None else (self.column - pad).clamp(min=0)               # (1 or B, S)
+        reach = cache.max_length - (torch.zeros(1, device=device) if pad is None else pad[:, 0])
+        cos, sin = (table.transpose(1, 3) for table in rope_table(positions, config, reach))  # (1 or B, D/2, S, 1) each
+        # (S, 2, D/2, 1 or B): x cos + (x with its halves exchanged) sin', so that a rotation is two operations.
+        self.cos = torch.cat([cos, cos], 3).permute(2, 3, 1, 0).contiguous()
+        self.sin = torch.cat([-sin, sin], 3).permute(2, 3, 1, 0).contiguous()
         self.blocked = None
-        if padding is not None:
+        if pad is not None:
             # Added to the scores: -inf where there is padding. A row always sees its own token, so none is all -inf.
             blocked = torch.zeros(positions.shape, device=device, dtype=dtype)
-            self.blocked = blocked.masked_fill_(self.column < padding, float("-inf"))[:, None, None]     # (B, 1, 1, S)
+            self.blocked = blocked.masked_fill_(self.column < pad, float("-inf"))[:, None, None]         # (B, 1, 1, S)
         self.take_rows()
         self.run = self.logits
         if compile:
@@ -119,7 +100,7 @@ class Decoder:
         """Takes up the cache's tensors, after it has kept only these rows (an index tensor)."""
         self.keys, self.values = self.cache.keys.unbind(0), self.cache.values.unbind(0)
         if rows is not None and self.blocked is not None:
-            self.cos, self.sin, self.blocked = self.cos[rows], self.sin[rows], self.blocked[rows]
+            self.cos, self.sin, self.blocked = self.cos[..., rows], self.sin[..., rows], self.blocked[rows]
 
     def step(self, ids):
         """ids (B,), the newest token of each row -> logits (B, V) of the next one. Writes their keys into the cache."""
@@ -134,83 +115,88 @@ class Decoder:
         """ids (B,), at the column of the cache that they are written to (int; compiled: a tensor of one) -> (B, V)"""
         config, dtype, batch = self.config, self.dtype, ids.size(0)
         heads, groups, width = config.n_head, config.n_kv_head, config.head_dim
-        turning = (heads + groups) * width                                 # of a row's numbers, those of q and k
         if self.compiled:
-            cos, sin = self.cos.index_select(1, at)[:, 0], self.sin.index_select(1, at)[:, 0]
+            cos, sin = self.cos.index_select(0, at)[0], self.sin.index_select(0, at)[0]
             seen = slice(None)
             hidden = (self.column > at) | (self.column <= at - self.window)
             mask = torch.zeros_like(self.column, dtype=dtype).masked_fill(hidden, float("-inf"))[None, None, None]
             mask = mask if self.blocked is None else mask + self.blocked   # (1 or B, 1, 1, S)
         else:
-            cos, sin = self.cos[:, at], self.sin[:, at]                    # (1 or B, 1, 2, D/2)
+            cos, sin = self.cos[at], self.sin[at]                          # (2, D/2, 1 or B)
             seen = slice(max(0, at + 1 - self.window), at + 1)
             mask = None if self.blocked is None else self.blocked[..., seen]
 
-        x = F.embedding(ids, self.embedding)                               # (B, C)
+        x = F.embedding(ids, self.embedding).float().t()                   # (C, B)
+        x = x if _few(x, dtype) else x.contiguous()
         for layer, keys, values in zip(self.layers, self.keys, self.values):
-            y = _linear(_norm(x, layer.attention_norm, config).to(dtype), layer.qkv, layer.qkv_bias)
-            qk = y[:, :turning].view(batch, heads + groups, width)
-            if layer.q_norm is not None:
-                q, k = _norm(qk[:, :heads], layer.q_norm, config), _norm(qk[:, heads:], layer.k_norm, config)
-                qk = torch.cat([q, k], 1)
-            qk = qk.view(batch, heads + groups, 2, width // 2)
-            qk = torch.addcmul(qk * cos, qk.flip(2), sin).to(dtype).view(batch, heads + groups, width)
-            k, v = qk[:, heads:], y[:, turning:].view(batch, groups, width)
+            y = _product(layer.qkv, _norm(x, layer.attention_norm, dtype))
+            if layer.qkv_bias is not None:
+                y = y + layer.qkv_bias
+            y = y.view(-1, width, batch)                                   # (H + 2 K, D, B)
+            qk = y[:heads + groups]
+            if layer.qk_norm is not None:
+                qk = _norm(qk, layer.qk_norm, dtype)
+            qk = qk.unflatten(1, (2, -1))                                  # (H + K, 2, D/2, B)
+            qk = torch.addcmul(qk * cos, qk.flip(1), sin).to(dtype).flatten(1, 2).permute(2, 0, 1)     # (B, H + K, D)
+            k, v = qk[:, heads:], y[heads + groups:].permute(2, 0, 1)      # (B, K, D)
             if self.compiled:
                 keys.index_copy_(2, at, k[:, :, None])
                 values.index_copy_(2, at, v[:, :, None])
             else:
                 keys[:, :, at], values[:, :, at] = k, v
-            q = qk[:, :heads].view(batch, groups, heads // groups, width)  # (B, K, G, D)
+            q = qk[:, :heads].contiguous().view(batch, groups, heads // groups, width)    # (B, K, G, D)
             y = _attend(q, keys[:, :, seen], values[:, :, seen], mask, config.attention)
-            x = x + _linear(y.reshape(batch, heads * width), layer.o)
-            y = _linear(_norm(x, layer.mlp_norm, config).to(dtype), layer.gate_up)
-            gate, up = y.chunk(2, -1)
-            x = x + _linear(F.silu(gate) * up, layer.down)
-        return self.scores(_norm(x, self.norm, config))
+            x += _product(layer.o, y.reshape(batch, heads * width).t())
+            gate, up = _product(layer.gate_up, _norm(x, layer.mlp_norm, dtype)).chunk(2)
+            x += _product(layer.down, F.silu(gate) * up)
+        return self.scores(_norm(x, self.norm, dtype))
 
     def scores(self, hidden):
-        """hidden (B, C), after the last norm -> logits (B, V), fp32"""
-        return _linear(hidden.to(self.dtype), self.head)[:, :self.n_tokens].float()
+        """hidden (C, B), after the last norm -> logits (B, V), fp32"""
+        y = _product(self.head, hidden.to(self.dtype))[:self.n_tokens]
+        return torch.empty(y.shape[::-1], device=y.device).copy_(y.t())    # turned and widened in one go
 
 
-def _layer(block, dtype, pack):
+def _layer(block, config, dtype):
     attention, mlp = block.self_attn, block.mlp
     qkv = attention.q_proj, attention.k_proj, attention.v_proj
-    matrix = lambda *linears: _ready(together(*linears), dtype, pack)
-    norm = lambda name: getattr(getattr(attention, name, None), "weight", None)
-    bias = None if attention.q_proj.bias is None else torch.cat([linear.bias for linear in qkv]).to(dtype)
-    return Layer(block.input_layernorm.weight, matrix(*qkv), bias, norm("q_norm"), norm("k_norm"),
-                 matrix(attention.o_proj), block.post_attention_layernorm.weight,
+    matrix = lambda *linears: together(*linears).to(dtype)
+    norm = lambda *modules: _gain(config.norm_eps, *modules)
+    bias = torch.cat([linear.bias for linear in qkv])[:, None].to(dtype) if config.qkv_bias else None
+    qk_norm = [attention.q_norm] * config.n_head + [attention.k_norm] * config.n_kv_head if config.qk_norm else []
+    return Layer(norm(block.input_layernorm), matrix(*qkv), bias, norm(*qk_norm) if qk_norm else None,
+                 matrix(attention.o_proj), norm(block.post_attention_layernorm),
                  matrix(mlp.gate_proj, mlp.up_proj), matrix(mlp.down_proj))
 
 
-def _ready(weight, dtype, pack):
-    """The matrix in the dtype of the products and, if it is to be packed, in oneDNN's own layout."""
-    weight = weight.detach().to(dtype)
-    return torch.ops.mkldnn._reorder_linear_weight(weight) if pack else weight
+def _gain(eps, *modules):
+    """RMSNorms over n numbers as _norm takes them: their weights times sqrt(n), fp32, (n, 1), of several (N, n, 1), and
+    sqrt(n eps)."""
+    weights = torch.stack([module.weight.float() for module in modules])[..., None]
+    n = weights.size(1)
+    return (weights if len(modules) > 1 else weights[0]) * math.sqrt(n), weights.new_tensor(math.sqrt(n * eps))
 
 
-@functools.cache
-def can_pack():
-    """Whether this torch has the products on packed weights that torch.compile uses; they are no public part of it."""
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(torch.ones(8, 8, dtype=torch.bfloat16))
-        return _linear(torch.ones(1, 8, dtype=torch.bfloat16), packed).sum().item() == 64
-    except (AttributeError, RuntimeError):
-        return False
+def _norm(x, norm, dtype):
+    """RMSNorm over the last dimension but one -> like x, in dtype
+
+    x / sqrt(mean(x²) + eps) is sqrt(n) x / hypot(|x|, sqrt(n eps)): four operations, where F.rms_norm makes ten of it
+    on a CPU."""
+    gain, least = norm
+    length = torch.linalg.vector_norm(x, dim=-2, keepdim=True, dtype=torch.float32)
+    return (x * gain).div_(length.hypot_(least)).to(dtype)
 
 
-def _linear(x, weight, bias=None):
-    """x (B, inputs), weight (outputs, inputs), packed or not -> (B, outputs)"""
-    if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+def _few(x, dtype):
+    """Whether x (C, B) has so few columns that x Wᵀ is the faster product: on a CPU, in fp32 only."""
+    return dtype == torch.float32 and x.size(1) < 8
 
 
-def _norm(x, weight, config):
-    """RMSNorm as in model.py, in fewer operations."""
-    return F.rms_norm(x, x.shape[-1:], weight, config.norm_eps)
+def _product(weight, x):
+    """weight (outputs, inputs) @ x (inputs, B) -> (outputs, B)"""
+    if x.size(1) == 1:
+        return torch.mv(weight, x[:, 0])[:, None]
+    return F.linear(x.t(), weight).t() if _few(x, weight.dtype) else torch.mm(weight, x)
 
 
 def _attend(q, k, v, mask, kind):

@@ -5,11 +5,8 @@ from functools import partial
 
 import torch
 
-from engine.decode import Decoder, room, weights_of
+from engine.decode import Decoder, room
 from model import KVCache
-
-
-PACK_FROM = 64              # so many new tokens are worth laying the weights out for them alone
 
 
 @dataclass
@@ -21,8 +18,7 @@ class Generation:
 
 
 def generate(model, prompts, max_new_tokens, stop_ids, temperature=1.0, top_k=0, top_p=1.0, seed=0, *,
-             repetition_penalty=1.0, tokenizer=None, stop_strings=(), on_text=None, compile=False,
-             weights=None):
+             repetition_penalty=1.0, tokenizer=None, stop_strings=(), on_text=None, compile=False):
     """Continues each prompt, a list of token ids, until a stop token, a stop string, max_new_tokens, or the end of the
     context. -> Generation
 
@@ -33,7 +29,6 @@ def generate(model, prompts, max_new_tokens, stop_ids, temperature=1.0, top_k=0,
 
     With a tokenizer there are texts and stop_strings, and on_text(row, text) is called as text comes: whole characters,
     without what may yet become a stop string. compile: the step goes through torch.compile.
-    weights: decode.weights_of the model, when they are already there.
 
     A prompt that does not fit keeps its last block_size - 1 tokens. Where the context ends, generation ends, and
     `stopped` is False: further positions were never trained, and to shift the window would be to compute all of it anew
@@ -53,7 +48,7 @@ def generate(model, prompts, max_new_tokens, stop_ids, temperature=1.0, top_k=0,
     try:
         with torch.inference_mode():
             rows = _continue(model, prompts, limits, stop_ids, choose, streams, on_text, repetition_penalty != 1,
-                             compile, weights) if max(limits, default=0) > 0 else []
+                             compile) if max(limits, default=0) > 0 else []
     finally:
         model.train(was_training)
     out = Generation([], [], [], [] if tokenizer else None)
@@ -68,7 +63,7 @@ def generate(model, prompts, max_new_tokens, stop_ids, temperature=1.0, top_k=0,
     return out
 
 
-def _continue(model, prompts, limits, stop_ids, choose, streams, on_text, keep_seen, compile, weights):
+def _continue(model, prompts, limits, stop_ids, choose, streams, on_text, keep_seen, compile):
     """-> [(new ids, their log-probabilities)] of the prompts"""
     head, rows = model.lm_head.weight, len(prompts)
     device, dtype = head.device, head.dtype
@@ -83,10 +78,10 @@ def _continue(model, prompts, limits, stop_ids, choose, streams, on_text, keep_s
     if any(padding):
         mask = torch.arange(longest, device=device) >= torch.tensor(padding, device=device)[:, None]
     cache = KVCache(model.config, rows, room(longest + most, compile), device, dtype)
+    cache.max_length = longest + most       # and not all of its room: RoPE may ask how long rows can become
     hidden = model.hidden(prompt_ids, mask, cache)[:, -1]                  # (rows, C): only the last position is scored
-    weights = weights or weights_of(model, dtype, pack=most >= PACK_FROM and not compile)
-    decoder = Decoder(model, weights, cache, padding, compile)
-    logits = decoder.scores(hidden)                                        # (rows, V)
+    decoder = Decoder(model, cache, padding, dtype, compile)
+    logits = decoder.scores(hidden.t())                                    # (rows, V)
 
     # 2. What is kept beside them, all of it on the device.
     ids = torch.zeros(rows, most, dtype=torch.long, device=device)
@@ -148,7 +143,7 @@ def _continue(model, prompts, limits, stop_ids, choose, streams, on_text, keep_s
 def pick(logits, temperature, top_k, top_p, generator, repetition_penalty=1.0, seen=None):
     """One token per row. logits (rows, V) fp32; seen (rows, V) bool: what the penalty is for -> chosen (rows,), and
     (rows,) its log-probability at this temperature before penalty, top_k and top_p"""
-    logp = (logits / (temperature or 1.0)).log_softmax(-1)
+    logp = (logits if temperature in (0, 1) else logits / temperature).log_softmax(-1)
     if seen is not None:
         less_likely = torch.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
         logits = torch.where(seen, less_likely, logits)
