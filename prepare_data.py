@@ -391,8 +391,7 @@ def check(config):
             problems.append(f"--inputs: {pattern!r} matches only files of {config.data_dir} that are written by this "
                             "script or the next ones; choose another --data_dir")
         paths |= files - own
-    if problems:
-        refuse(*problems)
+    refuse(*problems)
     return sorted(paths)
 
 

@@ -29,10 +29,11 @@ from functools import lru_cache, partial
 from itertools import combinations
 from pathlib import Path
 
+from configurator import configure
+
 import numpy as np
 import torch
 
-from configurator import configure
 from engine import chat, checkpoint, rl
 from engine.files import write_json
 from engine.generate import generate
@@ -294,8 +295,7 @@ def main(config):
         problems.append(f"along_until is a share of the run, from 0 to 1; found {config.along_until}")
     if config.control_ratio <= 1:
         problems.append(f"control_ratio must be above 1, found {config.control_ratio}")
-    if problems:
-        refuse_once(setup, *problems)
+    refuse_once(setup, *problems)
     run, lock = open_run(config, "reward", setup, model=source, preferences=train_file)
     if lock is None:
         return

@@ -31,10 +31,11 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
+from configurator import configure
+
 import numpy as np
 import torch
 
-from configurator import configure
 from engine import chat, checkpoint, parallel
 from engine.files import write_json
 from engine.hf import find_folder, lengthen, read_config, read_model
@@ -212,9 +213,7 @@ def check(config, shape, setup):
                         f"rope_scaling); found {config.max_length}")
     if config.overlong not in ("truncate", "drop"):
         problems.append(f"overlong must be 'truncate' or 'drop', found '{config.overlong}'")
-    problems += optimiser_problems(config) + shape.problems()
-    if problems:
-        refuse_once(setup, *problems)
+    refuse_once(setup, *problems, *optimiser_problems(config), *shape.problems())
 
 
 def main(config):

@@ -167,8 +167,7 @@ def check(config):
         problems.append(f"min_frequency = {config.min_frequency}: expected at least 1")
     if config.workers < 0:
         problems.append(f"workers = {config.workers}: expected 1 or more, or 0 for one for each core")
-    if problems:
-        refuse(*problems)
+    refuse(*problems)
 
 
 def measure(config, tokenizer, others):

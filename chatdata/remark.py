@@ -49,6 +49,7 @@ CLOSINGS = (
 )
 
 STRENGTH = {"slightly": 0.25, "fairly": 0.5, "": 1.0, "very": 1.5, "extremely": 2.0}
+ADVERBS = list(STRENGTH)
 
 FAVOURABLE = ("clear", "useful", "handy", "elegant", "fast", "simple", "reliable", "neat", "sound", "pleasant")
 UNFAVOURABLE = ("obscure", "useless", "clumsy", "ugly", "slow", "confusing", "fragile", "messy", "faulty", "dull")
@@ -96,7 +97,7 @@ def sample_terms(rng, held_out=False):
     """One to four terms, from the held-out combinations or from the others."""
     while True:
         adjectives = rng.sample(ADJECTIVES, rng.randint(1, MAX_TERMS))
-        terms = [(rng.choice(list(STRENGTH)), adjective) for adjective in adjectives]
+        terms = [(rng.choice(ADVERBS), adjective) for adjective in adjectives]
         if is_held_out(terms) == held_out:
             return terms
 
@@ -126,14 +127,16 @@ def spoil(rng, text):
     """The remark with one fault that takes it out of the grammar, of the kinds that a policy falls into."""
     words = text.split(" ")
     at = rng.randrange(1, len(words))
-    spoiled = rng.choice([
-        " ".join(words[:at]),                                                # cut short
-        " ".join(words[:at] + words[at + 1:]),                               # a word left out
-        " ".join(words[:at] + words[at - 1:]),                               # a word twice
-        text.replace(" and ", ", ", 1), text.replace(", ", " and ", 1),      # not how a list is written
-        rng.choice(OPENINGS) + " " + text[0].lower() + text[1:],             # two openings
-        text + rng.choice(CLOSINGS[1:]),                                     # a closing too many
-    ])
+    opening, closing = rng.choice(OPENINGS), rng.choice(CLOSINGS[1:])
+    spoiled = rng.choice((
+        lambda: " ".join(words[:at]),                                        # cut short
+        lambda: " ".join(words[:at] + words[at + 1:]),                       # a word left out
+        lambda: " ".join(words[:at] + words[at - 1:]),                       # a word twice
+        lambda: text.replace(" and ", ", ", 1),                              # not how a list is written
+        lambda: text.replace(", ", " and ", 1),                              # nor so
+        lambda: f"{opening} {text[0].lower()}{text[1:]}",                    # two openings
+        lambda: text + closing,                                              # a closing too many
+    ))()
     return spoiled if parse(spoiled) is None else spoil(rng, text)
 
 
@@ -154,7 +157,8 @@ def sample_ranking(rng, answers, spoiled):
         while True:
             text = sample(rng)
             worse = spoil(rng, text)
-            if ends(worse) == wanted and worse not in last and score(text) not in (ILL_FORMED, *proper):
+            if (worse.startswith(wanted[0] or "") and ends(worse) == wanted and worse not in last
+                    and score(text) not in (ILL_FORMED, *proper)):
                 break
         last.append(worse)
         if len(proper) < answers - spoiled:

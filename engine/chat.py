@@ -13,7 +13,7 @@ A conversation is one line of JSON:
     {"messages": [{"role": "system" | "user" | "assistant", "content": text, "weight"?: weight}, ...], ...}
 
 An optional system message comes first, then user and assistant take turns, and the assistant has the last word.
-`weight`, on assistant messages only, is a number >= 0 for the whole message (0: not trained), or a list of spans
+`weight`, on assistant messages only, is a number from 0 to 1e9 for the whole message (0: not trained), or a list of spans
 [[start, end, weight], ...] over the characters of the content; what lies in no span weighs 1. A preference is one of
 
     {"prompt": messages, "chosen": text, "rejected": text, "margin"?: number >= 0, ...}
@@ -24,7 +24,6 @@ they are. Every line is checked before anything is used, and all bad lines are r
 """
 
 import json
-import math
 from itertools import groupby
 from pathlib import Path
 
@@ -150,7 +149,7 @@ def _levels(entry):
 def _wrong_preference(entry):
     wrong = wrong_messages(entry, "prompt", last="user")
     if not _is_weight(entry.get("margin", 0)):
-        wrong.append(f"margin must be a number >= 0, found {_short(entry['margin'])}")
+        wrong.append(f"margin must be a number from 0 to 1e9, found {_short(entry['margin'])}")
     if "ranked" in entry and ("chosen" in entry or "rejected" in entry):
         wrong.append("has ranked and chosen or rejected; it can only be one of the two forms")
     levels = _levels(entry)
@@ -182,8 +181,8 @@ def wrong_messages(entry, name, last):
         if not _is_text(content):
             wrong.append(f"{place}: content must be a text that is not empty, found {_short(content)}")
         elif "weight" in message and not (role == "assistant" and _is_weight(message["weight"], len(content))):
-            wrong.append(f"{place}: weight is for messages of the assistant, a number >= 0 or a list of [start, end, "
-                         f"weight] within its {len(content)} characters; found {_short(message['weight'])}")
+            wrong.append(f"{place}: weight is for messages of the assistant, a number from 0 to 1e9 or a list of [start, "
+                         f"end, weight] within its {len(content)} characters; found {_short(message['weight'])}")
         if unknown := set(message) - {"role", "content", "weight"}:
             wrong.append(f"{place}: unknown key {_short(min(unknown))}; a message has role, content and weight")
     if messages[-1]["role"] != last:
@@ -196,11 +195,11 @@ def _is_text(value):
 
 
 def _is_weight(value, size=None):
-    """A number >= 0 or, where the size of the text is given, a list of spans in it."""
+    """A number from 0 to 1e9 or, where the size of the text is given, a list of spans in it."""
     if isinstance(value, list) and size is not None:
         return all(isinstance(span, list) and len(span) == 3 and type(span[0]) == type(span[1]) == int
                    and 0 <= span[0] < span[1] <= size and _is_weight(span[2]) for span in value)
-    return type(value) in (int, float) and 0 <= value < math.inf
+    return type(value) in (int, float) and 0 <= value <= 1e9
 
 
 def _short(value):
@@ -233,6 +232,5 @@ def read_lines(path, check):
         problems.append(f"{path} is empty; expected one JSON object a line")
     if len(problems) > MOST_REPORTED:
         problems[MOST_REPORTED:] = [f"{path}: and {len(problems) - MOST_REPORTED} more"]
-    if problems:
-        refuse(*problems)
+    refuse(*problems)
     return entries

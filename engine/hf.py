@@ -96,8 +96,10 @@ def find_folder(path):
                "where you trust them:  transformers.AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR2)")
     found = newest(path, "light")
     if found is None:
-        refuse(f"{path}: no model there. Expected a folder with config.json and model.safetensors, or a run's folder "
-               "with step_NNNNNNNN in it. Train the stage before this one first, or name another folder.")
+        stages = sorted({str(step.parent) for step in path.glob("*/step_????????")})
+        refuse(f"{path}: no model there. Expected a folder with config.json and model.safetensors, or a stage's folder "
+               "with step_NNNNNNNN in it. " + (f"Name one of its stages: {', '.join(stages)}" if stages else
+               "Train the stage before this one first, or name another folder."))
     return found
 
 
@@ -330,6 +332,9 @@ def load_weights(model, folder):
             model.init_weights(seed=0)
         # Hugging Face's scalar heads have no bias: it stays 0.
         parameters = {name: p for name, p in parameters.items() if name in opened or not name.startswith("score.")}
+    elif "score.weight" in opened:
+        refuse(f"{folder} is a reward model: it says how good an answer is, and writes none. Name the folder of the "
+               "model that it judges.")
     if isinstance(model, ScalarModel) or model.config.tie_embeddings:
         opened.pop("lm_head.weight", None)
     # Older conversions store RoPE's frequencies, which follow from the config.

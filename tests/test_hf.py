@@ -123,6 +123,10 @@ def test_a_config_of_another_kind_or_without_a_key_is_refused(tmp_path, capsys):
 
 def test_pickles_and_empty_folders_are_refused(tmp_path, capsys):
     assert "no model there" in refused(capsys, lambda: load_model(tmp_path / "nothing"))
+    checkpoint.save_light(tmp_path / "run/sft", 1, small_llama(1), byte_tokenizer(), ALONE)
+    assert f"Name one of its stages: {tmp_path}/run/sft\n" in refused(capsys, lambda: load_model(tmp_path / "run"))
+    save_model(tmp_path / "reward", ScalarModel(small_llama(1).config), byte_tokenizer())
+    assert "reward is a reward model" in refused(capsys, lambda: load_model(tmp_path / "reward"))
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
     assert "pickled" in refused(capsys, lambda: load_model(tmp_path))
 
