@@ -266,7 +266,14 @@ class Config:
 
     def below_one(self, *names):
         """A sentence for each of these keys that is below 1, for those that count something."""
-        return [f"{name} must be at least 1, found {getattr(self, name)}" for name in names if getattr(self, name) < 1]
+        return self.outside(**dict.fromkeys(names, (1,)))
+
+    def outside(self, **bounds):
+        """A sentence for each of these keys, as far as the script has them, that lies outside its bounds."""
+        inside = lambda value, low, high=None: value is None or low <= value and (high is None or value <= high)
+        return [f"{name} must be " + (f"from {limits[0]} to {limits[1]}" if limits[1:] else f"at least {limits[0]}")
+                + f", found {self._values[name]}" for name, limits in bounds.items()
+                if name in self._values and not inside(self._values[name], *limits)]
 
     def default(self, name):
         return self._schemas[self.script][name].default

@@ -361,17 +361,14 @@ def measures(batch, prompts, scores, drift):
 
 
 @torch.no_grad()
-def evaluate(policy, reference, reward, prompts, tokenizer, config, setup):
+def evaluate(policy, reference, value, reward, prompts, tokenizer, config, setup):
     """Sampled answers to held-out prompts -> the means of MEASURES, the deviation of gold, and three answers."""
     columns, examples = [], []
     for i, some in enumerate(my_share(prompts, config.micro_batch_size, setup)):
         seed = seed_of(config.seed, "evaluation", i * config.micro_batch_size, setup.rank)
         batch = roll_out(policy, [prompt["ids"] for prompt in some], tokenizer, config, seed, setup)
-        rows = torch.arange(len(some), device=setup.device)
-        with setup.autocast():
-            drift = answer_logprobs(policy, batch, rows, config) - answer_logprobs(reference, batch, rows, config)
-            scores = answer_scores(reward, batch, rows)
-        found = measures(batch, some, scores, drift)
+        scores, old, ref, *_ = judge(policy, reference, value, reward, batch, config, setup)
+        found = measures(batch, some, scores, old - ref)
         columns.append(torch.cat([found, found[1:2].square()]))            # gold's square, for its deviation
         examples += [f"{prompt['content']} -> {text}" for prompt, text in zip(some, batch.texts)]
     *means, square = (all_sum(torch.cat(columns, dim=1).double().sum(-1), setup) / len(prompts)).tolist()
@@ -415,12 +412,13 @@ def problems_of(config, setup):
         found.append(f"top_k = {config.top_k}, top_p = {config.top_p}: PPO weighs each token by its probability under "
                      "the policy, so tokens must be drawn from exactly that distribution, which only top_k = 0 and "
                      "top_p = 1.0 do. (Use them in sample.py, where nothing is learned from the samples.)")
-    if config.temperature <= 0:
-        found.append(f"temperature = {config.temperature} leaves nothing to explore; it must be above 0")
     if config.episodes < 1 or config.episodes % (setup.world * max(1, config.minibatches)):
         found.append(f"episodes = {config.episodes} can not be shared by {setup.world} processes and "
                      f"{config.minibatches} minibatches")
-    found += config.below_one("updates", "epochs", "minibatches", "max_new_tokens", "micro_batch_size", "log_every")
+    found += config.below_one("updates", "epochs", "minibatches", "max_new_tokens", "micro_batch_size", "log_every",
+                              "kl_horizon")
+    found += config.outside(temperature=(0.01,), gamma=(0, 1), lam=(0, 1), clip_range=(0,), value_clip_range=(0,),
+                            kl_coef=(0,), kl_target=(0,))
     found += optimiser_problems(config)
     if config.eval_prompts < setup.world:
         found.append(f"eval_prompts = {config.eval_prompts}: expected at least one for each of {setup.world} processes")
@@ -494,7 +492,7 @@ def main(config):
     # Where it starts from: a checkpoint of this run, or the held-out numbers of the starting model.
     state = checkpoint.resume(run, modules, moments, setup) or {"step": 0}
     first, kl_coef = state["step"], state.get("kl_coef", config.kl_coef)
-    at_start = state.get("before") or evaluate(policy, reference, reward, held_out, tokenizer, config, setup)
+    at_start = state.get("before") or evaluate(policy, reference, value, reward, held_out, tokenizer, config, setup)
     at_start = {name: math.nan if found is None else found for name, found in at_start.items()}    # JSON knows no NaN
     total = lambda tensor: all_sum(tensor, setup)
     monitor = Monitor(run, setup, config.updates, first, label="ppo")
@@ -554,7 +552,7 @@ def main(config):
     monitor.close()
 
     # What has come of it, on the held-out prompts.
-    after = evaluate(policy, reference, reward, held_out, tokenizer, config, setup)
+    after = evaluate(policy, reference, value, reward, held_out, tokenizer, config, setup)
     folder = checkpoint.save_light(run, config.updates, policy, tokenizer, setup, {"config_hash": config.hash})
     result = {"updates": config.updates, "episodes": config.episodes, "before": at_start, "after": after,
               **verdict(at_start, after, config)}

@@ -106,10 +106,11 @@ def encode(entries, tokenizer, length, overlong):
             # Cut, and not ended with an <|end|> of ours: that would teach to stop in the middle of a sentence.
             ids, weights = ids[:length + 1], weights[:length + 1]
             counts["truncated"] += 1
-        if sum(weights[1:]) == 0:
+        weights = np.array(weights, dtype=np.float32)          # in which 1e-300 is nothing
+        if weights[1:].sum() == 0:
             counts["without_target"] += 1
             continue
-        examples.append((np.array(ids, dtype=np.int64), np.array(weights, dtype=np.float32)))
+        examples.append((np.array(ids, dtype=np.int64), weights))
     return examples, counts
 
 

@@ -163,11 +163,7 @@ def check(config):
     problems = [f"{file} does not exist" for file in config.compare if not Path(file).is_file()]
     if config.vocab_size <= smallest:
         problems.append(f"vocab_size = {config.vocab_size}: expected more than {smallest} (bytes and special tokens)")
-    if config.min_frequency < 1:
-        problems.append(f"min_frequency = {config.min_frequency}: expected at least 1")
-    if config.workers < 0:
-        problems.append(f"workers = {config.workers}: expected 1 or more, or 0 for one for each core")
-    refuse(*problems)
+    refuse(*problems, *config.outside(min_frequency=(1,), workers=(0,)))
 
 
 def measure(config, tokenizer, others):

@@ -132,8 +132,7 @@ def spoil(rng, text):
         lambda: " ".join(words[:at]),                                        # cut short
         lambda: " ".join(words[:at] + words[at + 1:]),                       # a word left out
         lambda: " ".join(words[:at] + words[at - 1:]),                       # a word twice
-        lambda: text.replace(" and ", ", ", 1),                              # not how a list is written
-        lambda: text.replace(", ", " and ", 1),                              # nor so
+        lambda: text.replace(" and ", ", ", 1), lambda: text.replace(", ", " and ", 1),      # not how a list is written
         lambda: f"{opening} {text[0].lower()}{text[1:]}",                    # two openings
         lambda: text + closing,                                              # a closing too many
     ))()

@@ -13,8 +13,8 @@ A conversation is one line of JSON:
     {"messages": [{"role": "system" | "user" | "assistant", "content": text, "weight"?: weight}, ...], ...}
 
 An optional system message comes first, then user and assistant take turns, and the assistant has the last word.
-`weight`, on assistant messages only, is a number from 0 to 1e9 for the whole message (0: not trained), or a list of spans
-[[start, end, weight], ...] over the characters of the content; what lies in no span weighs 1. A preference is one of
+`weight`, on assistant messages only, is a number from 0 to 1e9 for the whole message (0: not trained), or a list of
+spans [[start, end, weight], ...] over the characters of the content; what lies in no span weighs 1. A preference is one of
 
     {"prompt": messages, "chosen": text, "rejected": text, "margin"?: number >= 0, ...}
     {"prompt": messages, "ranked": [text, ...], ...}          best first; equally good ones as a list among them
@@ -181,8 +181,9 @@ def wrong_messages(entry, name, last):
         if not _is_text(content):
             wrong.append(f"{place}: content must be a text that is not empty, found {_short(content)}")
         elif "weight" in message and not (role == "assistant" and _is_weight(message["weight"], len(content))):
-            wrong.append(f"{place}: weight is for messages of the assistant, a number from 0 to 1e9 or a list of [start, "
-                         f"end, weight] within its {len(content)} characters; found {_short(message['weight'])}")
+            wrong.append(f"{place}: weight is for messages of the assistant, a number from 0 to 1e9 or a list of "
+                         f"[start, end, weight] within its {len(content)} characters; found "
+                         + _short(message["weight"]))
         if unknown := set(message) - {"role", "content", "weight"}:
             wrong.append(f"{place}: unknown key {_short(min(unknown))}; a message has role, content and weight")
     if messages[-1]["role"] != last:

@@ -48,8 +48,8 @@ def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0):
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     refuse(*(problem for problem, wrong in {
         f"device must be 'auto', 'cpu' or 'cuda', found '{device}'": device not in ("auto", "cpu", "cuda"),
-        f"device = 'cuda', but this torch ({torch.__version__}) sees no CUDA device; use --device=cpu or install a CUDA "
-        "build": device == "cuda" and not torch.cuda.is_available(),
+        f"device = 'cuda', but this torch ({torch.__version__}) sees no CUDA device; use --device=cpu or install a "
+        "CUDA build": device == "cuda" and not torch.cuda.is_available(),
         f"dtype must be 'auto', 'bf16' or 'fp32', found '{dtype}'": dtype not in ("auto", "bf16", "fp32"),
         f"threads must be from 0 (all cores) to 1024, found {threads}": not 0 <= threads <= 1024,
         f"seed must be below 2**63 in size, found {seed}": abs(seed) >= 2 ** 63}.items() if wrong))

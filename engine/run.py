@@ -21,7 +21,7 @@ def open_run(config, stage, setup, **made_from):
     changed = []
     if (folder / "config.json").exists():
         if "config" not in (before := read_json(folder / "config.json")):
-            refuse_once(setup, f"{folder} is no run's folder: its config.json is of something else. Give another --out_dir.")
+            refuse_once(setup, f"{folder}/config.json is not that of a run: choose another --out_dir")
         changed = changed_keys(before, config)
     if (folder / "inputs.json").exists():
         before = read_json(folder / "inputs.json")
@@ -68,7 +68,7 @@ def fingerprint(path):
 
 
 def refuse_once(setup, *problems):
-    """For what every rank finds alike: one of each machine says it, all of them end. Nothing happens without a problem."""
+    """refuse for what every rank finds alike: one of each machine says it, all of them end."""
     if problems and setup.local_rank:
         raise SystemExit(2)
     refuse(*problems)
