@@ -282,14 +282,13 @@ def main(config):
                 setup.say(f"note: {file}: {left_out} lines are longer than the model's {context} tokens: left out")
     problems = config.below_one("batch_size", "window", "micro_batch_size", "epochs", "max_new_tokens", "log_every")
     problems += config.outside(sft_samples=(2,), max_rankings=(0,), along_until=(0, 1), control_ratio=(1.01,))
-    problems += optimiser_problems(config)
     if len(train) < config.batch_size:
         problems.append(f"{train_file} has {len(train)} usable pairs or rankings ({too_long} are longer than the "
                         f"model's {context} tokens; max_rankings = {config.max_rankings}), fewer than batch_size = "
                         f"{config.batch_size}")
     if config.batch_size % setup.world:
         problems.append(f"batch_size = {config.batch_size} can not be shared by {setup.world} processes")
-    refuse_once(setup, *problems)
+    refuse_once(setup, *problems, *optimiser_problems(config))
     run, lock = open_run(config, "reward", setup, model=source, preferences=train_file)
     if lock is None:
         return

@@ -418,8 +418,7 @@ def problems_of(config, setup):
     found += config.below_one("updates", "epochs", "minibatches", "max_new_tokens", "micro_batch_size", "log_every",
                               "kl_horizon")
     found += config.outside(temperature=(0.01,), gamma=(0, 1), lam=(0, 1), clip_range=(0,), value_clip_range=(0,),
-                            kl_coef=(0,), kl_target=(0,))
-    found += optimiser_problems(config)
+                            kl_coef=(0,), kl_target=(0,)) + optimiser_problems(config)
     if config.eval_prompts < setup.world:
         found.append(f"eval_prompts = {config.eval_prompts}: expected at least one for each of {setup.world} processes")
     return found

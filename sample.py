@@ -209,7 +209,7 @@ def batch(config, speaker):
 def main(config):
     bounds = config.outside(top_k=(0,), top_p=(1e-9, 1), repetition_penalty=(0.01, 100))
     refuse(*config.below_one("max_new_tokens", "batch_size"), *bounds, *(problem for problem, holds in {
-        f"temperature must be 0 (greedy) or at least 0.01, found {config.temperature}":     # else logits become infinite
+        f"temperature must be 0 (greedy) or at least 0.01, found {config.temperature}":
             config.temperature != 0 and config.temperature < 0.01,
         "stop must not have an empty text in it: every answer ends before that": "" in config.stop,
         "--file and --prompt are both given; it can only be one": config.file and config.prompt,

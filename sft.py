@@ -206,9 +206,7 @@ def evaluate(model, examples, config, pad_id, setup):
 def check(config, shape, setup):
     """Everything about the settings that can not work, at once."""
     problems = config.below_one("batch_size", "micro_batch_size", "window", "epochs", "log_every", "eval_every",
-                                "eval_conversations", "max_bad_steps")
-    if config.max_steps is not None and config.max_steps < 1:
-        problems.append(f"max_steps must be at least 1 (or None), found {config.max_steps}")
+                                "eval_conversations", "max_bad_steps", "max_steps")
     if config.max_length is not None and not 2 <= config.max_length <= shape.block_size:
         problems.append(f"max_length must lie between 2 and the model's context, {shape.block_size} (or choose a "
                         f"rope_scaling); found {config.max_length}")
@@ -225,8 +223,8 @@ def main(config):
     val_path = Path(config.val_conversations or data / "conversations_val.jsonl")
     source = Path(config.init_from or Path(config.out_dir) / "pretrain")
     if config.conversations and not config.val_conversations:
-        refuse_once(setup, f"conversations = {config.conversations}, but no val_conversations: hold some of yours out and "
-                    f"name their file, or the held-out loss would be that of {val_path}")
+        refuse_once(setup, f"conversations = {config.conversations}, but no val_conversations: hold some of yours out "
+                    f"and name their file, or the held-out loss would be that of {val_path}")
     refuse_missing(setup, {path: "conversations to learn from", val_path: "conversations held out",
                            source: "pretrained model to tune"}, "Make the demonstration's with",
                    f"  {config.command('prepare_chat.py')}      conversations",

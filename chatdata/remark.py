@@ -49,7 +49,6 @@ CLOSINGS = (
 )
 
 STRENGTH = {"slightly": 0.25, "fairly": 0.5, "": 1.0, "very": 1.5, "extremely": 2.0}
-ADVERBS = list(STRENGTH)
 
 FAVOURABLE = ("clear", "useful", "handy", "elegant", "fast", "simple", "reliable", "neat", "sound", "pleasant")
 UNFAVOURABLE = ("obscure", "useless", "clumsy", "ugly", "slow", "confusing", "fragile", "messy", "faulty", "dull")
@@ -97,7 +96,7 @@ def sample_terms(rng, held_out=False):
     """One to four terms, from the held-out combinations or from the others."""
     while True:
         adjectives = rng.sample(ADJECTIVES, rng.randint(1, MAX_TERMS))
-        terms = [(rng.choice(ADVERBS), adjective) for adjective in adjectives]
+        terms = [(rng.choice(list(STRENGTH)), adjective) for adjective in adjectives]
         if is_held_out(terms) == held_out:
             return terms
 

@@ -128,11 +128,9 @@ def lock_folder(folder):
     # A worker forked from here would hold the lock as well, and it may outlive a kill -9 of this process.
     held = weakref.ref(file)
     os.register_at_fork(after_in_child=lambda: held() and held().close())
-    try:
+    with contextlib.suppress(OSError):     # a full disk: what is written next will say so
         file.truncate(0)
         os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    except OSError as error:
-        refuse(f"cannot write into {folder}: {error.strerror}. Make room, or choose another --out_dir or --data_dir.")
     return file
 
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from configurator import refuse
-from engine.chat import stop_ids
+from engine.chat import short, stop_ids
 from engine.files import read_json, write_json
 from engine.manifest import newest, verify
 from engine.tokenizer import Tokenizer
@@ -114,7 +114,7 @@ def read_config(folder):
     optional = OPTIONAL - (set() if family in ("llama", "phi3") else {"num_key_value_heads"})
     broken += [f"{name} is missing" for name in NAMES.values() if name not in theirs and name not in optional]
     known = HARMLESS | READ | set(NAMES.values())
-    problems = [f"{name} {_short(value)} is not supported" for name, value in theirs.items()
+    problems = [f"{name} {short(value)} is not supported" for name, value in theirs.items()
                 if (value != FIXED[name] if name in FIXED else value and name not in known)]
 
     values = {ours: theirs[name] for ours, name in NAMES.items() if theirs.get(name) is not None}
@@ -123,7 +123,7 @@ def read_config(folder):
     for ours, value in values.items():
         kind = type(getattr(ModelConfig, ours))
         if ours != "rope_scaling" and type(value) is not kind and not (kind is float and type(value) is int):
-            broken.append(f"{NAMES.get(ours, ours)} must be {kind.__name__}, found {_short(value)}")
+            broken.append(f"{NAMES.get(ours, ours)} must be {kind.__name__}, found {short(value)}")
     if not broken:                                                         # a shape that can be asked for its problems
         values.setdefault("n_kv_head", values["n_head"])
         if family == "qwen3":
@@ -134,29 +134,24 @@ def read_config(folder):
     return config
 
 
-def _short(value):
-    text = repr(value)
-    return text if len(text) <= 100 else text[:97] + "..."
-
-
 def _read_scaling(theirs, values, problems):
     """The rope_scaling of a config.json in the form that ModelConfig has; None without one. Sets values["rope_theta"]
     where it stands among these (transformers 5 writes rope_parameters); adds to problems."""
     rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     if not isinstance(rope, dict):
-        problems.append(f"rope_scaling must be an object, found {_short(rope)}")
+        problems.append(f"rope_scaling must be an object, found {short(rope)}")
         return None
     rope = {name: value for name, value in rope.items() if value is not None}
     if (theta := rope.pop("rope_theta", None)) is not None:
         values["rope_theta"] = theta
     if (part := rope.pop("partial_rotary_factor", 1)) != 1:
-        problems.append(f"partial_rotary_factor {_short(part)} is not supported")
+        problems.append(f"partial_rotary_factor {short(part)} is not supported")
     if rope.get("truncate") is True:                                       # of yarn's first and last pair: as we do
         del rope["truncate"]
     older = rope.pop("type", "default")
     kind = str(rope.pop("rope_type", older))
     if kind == "default":
-        problems += [f"rope scaling {name} {_short(value)} is not supported without a rope_type"
+        problems += [f"rope scaling {name} {short(value)} is not supported without a rope_type"
                      for name, value in rope.items() if name != ORIGINAL]
         return None
     kind = "longrope" if kind == "su" else kind                            # its first name
@@ -175,17 +170,17 @@ def _read_window(theirs, problems):
     if family == "mistral" and "sliding_window" not in theirs:
         window = 4096                                                      # what its class takes
     if family == "llama" and window:
-        problems.append(f"sliding_window {_short(window)} is not supported in model_type 'llama', which computes none")
+        problems.append(f"sliding_window {short(window)} is not supported in model_type 'llama', which computes none")
     if family in ("qwen2", "qwen3"):
         first = theirs.get("max_window_layers", 28)                        # layers before this one see everything
         asked = theirs.get("use_sliding_window") and window and isinstance(first, int) and isinstance(layers, int)
         if asked and 0 < first < layers:
-            problems.append(f"sliding_window {_short(window)} from layer {first} of {layers} on is not supported")
+            problems.append(f"sliding_window {short(window)} from layer {first} of {layers} on is not supported")
         window = window if asked and first <= 0 else 0
     kinds = list(theirs.get("layer_types") or "")
     expected = "sliding_attention" if window else "full_attention"
     if any(kind != expected for kind in kinds):
-        problems.append(f"layer_types {_short(kinds)} is not supported: all layers must be {expected!r}")
+        problems.append(f"layer_types {short(kinds)} is not supported: all layers must be {expected!r}")
     return window or 0
 
 

@@ -96,8 +96,7 @@ def main(arguments):
         if stage != "report" and changed_since(start, config.data_dir, out):
             line = {"format_version": FORMAT_VERSION, "stage": stage, "wall_seconds": round(wall, 2),
                     "cpu_seconds": round(cpu, 2), "exit": status}
-            # On a full disk the stage has said so.
-            with contextlib.suppress(OSError), open(timing, "a", encoding="utf-8") as file:
+            with contextlib.suppress(OSError), open(timing, "a", encoding="utf-8") as file:     # a full disk was said
                 file.write(json.dumps(line) + "\n")
         if status:
             again = shlex.join(["bash", "runs/demo.sh", *sys.argv[1:]])

@@ -98,7 +98,7 @@ def test_a_really_full_device(tmp_path, capsys):
     assert "No space left" in refused(capsys, write_atomic, tmp_path / "a", b"x" * 100)
     assert os.listdir(tmp_path) == []
     (tmp_path / ".lock").symlink_to("/dev/full")
-    assert "cannot write into" in refused(capsys, lock_folder, tmp_path)
+    lock_folder(tmp_path).close()
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path, capsys):
