@@ -373,8 +373,7 @@ def configure(namespace, argv=None):
     return Config(script.stem, values, files, overrides, schemas)
 
 
-# The scripts import this file before torch, so that --help and what is wrong with the settings come at once, and not
-# after the seconds that torch takes.
+# The scripts import this file before torch, so that --help and what is wrong with the settings need not wait for it.
 STARTED = {}
 _script = Path(getattr(sys.modules["__main__"], "__file__", None) or ROOT).resolve()
 if _script.parent == ROOT and _script.is_file() and read_schema(_script):

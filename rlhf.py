@@ -198,7 +198,6 @@ def improve(policy, value, optimizers, batch, old, update, config, setup, check=
 
     policy and value are two networks with two optimisers and two clipped gradients: no coefficient has to balance them,
     and a critic that is far off can not take the policy's share of the norm."""
-    total = lambda tensor: all_sum(tensor, setup)
     generator = torch.Generator().manual_seed(seed_of(config.seed, "minibatches", update, setup.rank))
     sums = torch.zeros(5, device=batch.ids.device)        # policy loss, value loss, approx_kl, clipped, tokens
     steps, first_ratio, stopped = 0, 0.0, False
@@ -206,7 +205,7 @@ def improve(policy, value, optimizers, batch, old, update, config, setup, check=
     for rows in [rows for order in orders for rows in order.chunk(config.minibatches)]:
         # All tokens of the step, on all ranks. Dividing by a micro-batch's own count would make a mean of means, in
         # which a token of a short answer weighs more.
-        count = total(batch.answer[rows].sum())
+        count = all_sum(batch.answer[rows].sum(), setup)
         here = torch.zeros(4, device=batch.ids.device)
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -227,7 +226,7 @@ def improve(policy, value, optimizers, batch, old, update, config, setup, check=
                 here += torch.stack([loss, error, moved, clipped])
                 if steps == 0:
                     first_ratio = max(first_ratio, rl.largest(new - before, mask))
-        here = total(here)
+        here = all_sum(here, setup)
         if check and steps == 0:
             stop_if_wrong(ratio_problems(first_ratio, setup), setup)
         # Has the policy left the neighbourhood in which these answers say something about it? Judged before the step
@@ -317,8 +316,7 @@ def padding_gaps(policy, value, reward, batch, config, setup, extra=5):
     with setup.autocast():
         found = [(answer_logprobs(policy, version, rows, config), answer_values(value, version, rows),
                   answer_scores(reward, version, rows)) for version in (batch, padded)]
-    answer, everywhere = batch.answer[rows], torch.ones_like(rows, dtype=torch.bool)
-    masks = {"log-probabilities": answer, "values": answer, "scores": everywhere}
+    masks = {"log-probabilities": batch.answer[rows], "values": batch.answer[rows], "scores": rows >= 0}
     return {name: rl.largest(a - b, mask) for (name, mask), a, b in zip(masks.items(), *found)}
 
 
@@ -334,8 +332,7 @@ def ratio_problems(first_ratio, setup):
 
 def stop_if_wrong(problems, setup):
     """Refuses on all ranks when one of them found something: a rank alone would leave the others waiting."""
-    found = all_sum(torch.tensor(float(len(problems)), device=setup.device), setup)
-    if found > 0:
+    if all_sum(torch.tensor(float(len(problems)), device=setup.device), setup) > 0:
         refuse(*(problems or ["another process found the first update to be wrong"]),
                "No step was taken. --self_check=False skips these checks; what they found is wrong all the same.")
 

@@ -254,8 +254,8 @@ def main(config):
     # 3. Continue where an earlier call stopped.
     model.to(setup.device).train()
     parallel.compile_blocks(model, setup, config.compile, dynamic=True)
-    betas = (config.beta1, config.beta2)
-    optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay, betas)
+    optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay,
+                               (config.beta1, config.beta2))
     modules, moments = {"model": model}, {"model": optimizers}
     state = checkpoint.resume(run, modules, moments, setup) or {"step": 0, "in_a_row": 0}
     in_a_row = state["in_a_row"]

@@ -313,9 +313,13 @@ def load_weights(model, folder):
     but for a scalar head that the folder does not have."""
     folder = Path(folder)
     index, heads = folder / "model.safetensors.index.json", folder / "heads.safetensors"
-    names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    try:
+        names = set(read_json(index)["weight_map"].values()) if index.exists() else ["model.safetensors"]
+        paths = [folder / name for name in sorted(names)] + [heads] * heads.exists()
+    except (KeyError, AttributeError, TypeError):
+        refuse(f"{index} is damaged: expected a weight_map of tensors' names to files")
     opened, problems = {}, []                               # each tensor's name, and the open file that it is in
-    for file in [folder / name for name in names] + [heads] * heads.exists():
+    for file in paths:
         try:
             content = safe_open(file, framework="pt")
             opened.update(dict.fromkeys(content.keys(), content))
@@ -347,6 +351,8 @@ def load_weights(model, folder):
         rows = [parameters[name].size(0) for name in ours]
         for name, part in zip(ours, opened[place].get_tensor(place).split(rows)):
             parameters[name].copy_(part)
+            problems += [f"{folder}: {name} has numbers that are not finite"] * (not part.isfinite().all())
+    refuse(*problems)
 
 
 def mismatches(wanted, found):
