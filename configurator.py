@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parent
 RESULT_FREE = [
     "data_dir", "out_dir",                                                        # folders
     "log_every", "eval_every", "save_light", "save_full", "keep",                 # intervals
-    "eval_blocks", "eval_conversations", "show",                                  # how much to look at
+    "eval_blocks", "eval_conversations", "show", "verdicts",                      # how much to look at
     "device", "threads", "workers",                                               # machines
     "recompute",             # memory against time, the same bits
     "micro_batch_size", "loss_chunk",      # the loss is a sum over the global batch, so any split of it has the same gradient
@@ -155,10 +155,10 @@ def read_schemas(script):
 
 def fit(key, value):
     """`value` as the key's type, or ValueError. An int serves as a float, a list as a tuple, a bool not as a number."""
-    if value is None and key.optional or type(value) is key.kind and not key.item:
-        return value
-    if type(value) is int and key.kind is float:
+    if type(value) in (int, float) and key.kind is float and abs(value) <= sys.float_info.max:
         return float(value)
+    if value is None and key.optional or type(value) is key.kind is not float and not key.item:
+        return value
     if type(value) in (list, tuple) and key.item:
         member = dataclasses.replace(key, kind=key.item, item=None, optional=False)
         with contextlib.suppress(ValueError):     # one member is wrong: the whole value is shown
@@ -266,7 +266,14 @@ class Config:
 
     def below_one(self, *names):
         """A sentence for each of these keys that is below 1, for those that count something."""
-        return [f"{name} must be at least 1, found {getattr(self, name)}" for name in names if getattr(self, name) < 1]
+        return self.outside(**dict.fromkeys(names, (1,)))
+
+    def outside(self, **bounds):
+        """A sentence for each of these keys, as far as the script has them, that lies outside its bounds."""
+        inside = lambda value, low, high=None: value is None or low <= value and (high is None or value <= high)
+        return [f"{name} must be " + (f"from {limits[0]} to {limits[1]}" if limits[1:] else f"at least {limits[0]}")
+                + f", found {self._values[name]}" for name, limits in bounds.items()
+                if name in self._values and not inside(self._values[name], *limits)]
 
     def default(self, name):
         return self._schemas[self.script][name].default
@@ -324,8 +331,10 @@ def tell(kind, error, trace):
 
 def configure(namespace, argv=None):
     """The Config of the script whose globals() are given, from `argv` (by default the command line)."""
-    argv = sys.argv[1:] if argv is None else argv
     script = Path(namespace["__file__"]).resolve()
+    if argv is None and script in STARTED:
+        return STARTED[script]
+    argv = sys.argv[1:] if argv is None else argv
     schemas = read_schemas(script)
     schema = schemas[script.stem]
     if "--help" in argv or "-h" in argv:
@@ -362,3 +371,10 @@ def configure(namespace, argv=None):
         raise SystemExit(2)
     refuse(*problems)
     return Config(script.stem, values, files, overrides, schemas)
+
+
+# The scripts import this file before torch, so that --help and what is wrong with the settings need not wait for it.
+STARTED = {}
+_script = Path(getattr(sys.modules["__main__"], "__file__", None) or ROOT).resolve()
+if _script.parent == ROOT and _script.is_file() and read_schema(_script):
+    STARTED[_script] = configure(vars(sys.modules["__main__"]))

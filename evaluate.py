@@ -25,11 +25,12 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from configurator import ROOT, configure, refuse
+
 import numpy as np
 import torch
 
 from chatdata import kinds, remark
-from configurator import configure, refuse
 from engine import chat, parallel
 from engine.files import printable, read_json, write_json
 from engine.generate import generate
@@ -43,7 +44,7 @@ from engine.tokenizer import Tokenizer
 data_dir = "data/demo"
 out_dir = "out/demo"
 models = "pretrain,sft,ppo"     # stages of out_dir or model folders, separated by commas; stages not there are left out
-probes = "config/probes.jsonl"  # one {"prompt": text, "expected": text} a line
+probes = ""                     # file of {"prompt": text, "expected": text}, one a line; empty: config/probes.jsonl
 seed = 1                        # of the sampled remarks
 text_tokens = 0                 # held-out tokens that are scored; 0: all
 stride = 192                    # tokens scored per window, what is before them in the window is context
@@ -328,14 +329,15 @@ def main(config):
     # 1. What there is to measure, and with what. Nothing to do when this very thing was measured before.
     folders, tokens, chat_data = open_models(config), Path(config.data_dir) / "tokens", Path(config.data_dir) / "chat"
     output = Path(config.out_dir) / "evaluate.json"
-    inputs = [*folders.values(), Path(config.probes), tokens / "index.json"]
+    probes_file = Path(config.probes or ROOT / "config/probes.jsonl")
+    inputs = [*folders.values(), probes_file, tokens / "index.json"]
     inputs += [chat_data / name for name in ("index.json", "conversations_val.jsonl", "prompts_val.jsonl",
                                              "baselines.json")]
     made_from = {"config_hash": config.hash, **{str(path): fingerprint(path) for path in inputs if path.exists()}}
     if output.exists() and (before := read_json(output)).get("made_from") == made_from:
         setup.say(f"{output}: already done; to measure anew, remove it")
         return print_report(before)
-    probes = chat.read_lines(config.probes, wrong_probe)
+    probes = chat.read_lines(probes_file, wrong_probe)
     questions, prompts, bars = [], [], {}
     if (chat_data / "index.json").exists():
         questions = sample_questions(chat.read_conversations(chat_data / "conversations_val.jsonl"), config)

@@ -248,13 +248,10 @@ def print_table(train, val, bars):
 
 
 def main(config):
-    problems = config.below_one("questions", "val_questions", "turns", "preferences", "val_preferences",
-                                "control_preferences", "prompts", "val_prompts")
-    bounds = {"answers": (2, 16), "spoiled_share": (0, 0.5), "min_margin": (0, 2), "control_ratio": (1, 3)}
-    for name, (low, high) in bounds.items():       # what lies beyond them is hardly ever drawn, and waited for
-        if not low <= getattr(config, name) <= high:
-            problems.append(f"{name} must be from {low} to {high}, found {getattr(config, name)}")
-    refuse(*problems)
+    refuse(*config.below_one("questions", "val_questions", "turns", "preferences", "val_preferences",
+                             "control_preferences", "prompts", "val_prompts"),
+           # What lies beyond these is hardly ever drawn, and waited for.
+           *config.outside(answers=(2, 16), spoiled_share=(0, 0.5), min_margin=(0, 2), control_ratio=(1, 3)))
     chat = Path(config.data_dir) / "chat"
     lock = lock_folder(chat)
 

@@ -371,9 +371,8 @@ def check(config):
         problems.append(f"corpus must be 'pydoc' or empty, found {config.corpus!r}")
     if not config.corpus and not config.inputs:
         problems.append("there is nothing to read: give --inputs=FILES, or --corpus=pydoc for Python's documentation")
-    for name in ("language_threshold", "max_replacement", "min_ascii", "minhash_threshold", "val_fraction"):
-        if not 0 <= getattr(config, name) <= 1:
-            problems.append(f"{name} must lie between 0 and 1, found {getattr(config, name)}")
+    shares = ("language_threshold", "max_replacement", "min_ascii", "minhash_threshold", "val_fraction")
+    problems += config.outside(**dict.fromkeys(shares, (0, 1)), minhash_seed=(0,))
     problems += config.below_one("minhash_bands", "minhash_rows", "shard_tokens", "workers", "max_decompressed")
     # A folder of inputs may be the data folder, or hold it: the second call must not read results as inputs, nor
     # overwrite inputs by results.
@@ -391,8 +390,7 @@ def check(config):
             problems.append(f"--inputs: {pattern!r} matches only files of {config.data_dir} that are written by this "
                             "script or the next ones; choose another --data_dir")
         paths |= files - own
-    if problems:
-        refuse(*problems)
+    refuse(*problems)
     return sorted(paths)
 
 

@@ -29,10 +29,11 @@ from functools import lru_cache, partial
 from itertools import combinations
 from pathlib import Path
 
+from configurator import configure
+
 import numpy as np
 import torch
 
-from configurator import configure
 from engine import chat, checkpoint, rl
 from engine.files import write_json
 from engine.generate import generate
@@ -101,7 +102,8 @@ def read_rankings(path, tokenizer, block_size):
 def gap_of(record):
     """By how much a pair's chosen answer is better, for the report only; NaN where the file does not tell."""
     scores = record.get("scores")                      # the user's own key may be anything
-    if isinstance(scores, dict) and all(type(scores.get(side)) in (int, float) for side in ("chosen", "rejected")):
+    if isinstance(scores, dict) and all(type(scores.get(side)) in (int, float) and abs(scores[side]) <= 1e9
+                                        for side in ("chosen", "rejected")):
         return scores["chosen"] - scores["rejected"]
     return record.get("margin", math.nan)
 
@@ -279,23 +281,14 @@ def main(config):
             elif left_out:
                 setup.say(f"note: {file}: {left_out} lines are longer than the model's {context} tokens: left out")
     problems = config.below_one("batch_size", "window", "micro_batch_size", "epochs", "max_new_tokens", "log_every")
-    if config.sft_samples < 2:
-        problems.append(f"sft_samples must be at least 2, found {config.sft_samples}: one score has no deviation")
-    problems += optimiser_problems(config)
-    if config.max_rankings < 0:
-        problems.append(f"max_rankings must be 0 (all) or more, found {config.max_rankings}")
-    elif len(train) < config.batch_size:
+    problems += config.outside(sft_samples=(2,), max_rankings=(0,), along_until=(0, 1), control_ratio=(1.01,))
+    if len(train) < config.batch_size:
         problems.append(f"{train_file} has {len(train)} usable pairs or rankings ({too_long} are longer than the "
                         f"model's {context} tokens; max_rankings = {config.max_rankings}), fewer than batch_size = "
                         f"{config.batch_size}")
     if config.batch_size % setup.world:
         problems.append(f"batch_size = {config.batch_size} can not be shared by {setup.world} processes")
-    if not 0 <= config.along_until <= 1:
-        problems.append(f"along_until is a share of the run, from 0 to 1; found {config.along_until}")
-    if config.control_ratio <= 1:
-        problems.append(f"control_ratio must be above 1, found {config.control_ratio}")
-    if problems:
-        refuse_once(setup, *problems)
+    refuse_once(setup, *problems, *optimiser_problems(config))
     run, lock = open_run(config, "reward", setup, model=source, preferences=train_file)
     if lock is None:
         return

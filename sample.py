@@ -204,12 +204,10 @@ def batch(config, speaker):
 
 
 def main(config):
-    refuse(*config.below_one("max_new_tokens", "batch_size"), *(problem for problem, holds in {
-        f"temperature must be 0 (greedy) or more, found {config.temperature}": config.temperature < 0,
-        f"top_k must be 0 (all) or more, found {config.top_k}": config.top_k < 0,
-        f"top_p must be above 0 and at most 1, found {config.top_p}": not 0 < config.top_p <= 1,
-        f"repetition_penalty must be above 0 (1: none), found {config.repetition_penalty}":
-            config.repetition_penalty <= 0,
+    bounds = config.outside(top_k=(0,), top_p=(1e-9, 1), repetition_penalty=(0.01, 100))
+    refuse(*config.below_one("max_new_tokens", "batch_size"), *bounds, *(problem for problem, holds in {
+        f"temperature must be 0 (greedy) or at least 0.01, found {config.temperature}":
+            config.temperature != 0 and config.temperature < 0.01,
         "stop must not have an empty text in it: every answer ends before that": "" in config.stop,
         "--file and --prompt are both given; it can only be one": config.file and config.prompt,
         "--system needs --chat=True: only conversations have one": config.system and not (config.chat or config.file),

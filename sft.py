@@ -31,10 +31,11 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
+from configurator import configure
+
 import numpy as np
 import torch
 
-from configurator import configure
 from engine import chat, checkpoint, parallel
 from engine.files import write_json
 from engine.hf import find_folder, lengthen, read_config, read_model
@@ -105,10 +106,11 @@ def encode(entries, tokenizer, length, overlong):
             # Cut, and not ended with an <|end|> of ours: that would teach to stop in the middle of a sentence.
             ids, weights = ids[:length + 1], weights[:length + 1]
             counts["truncated"] += 1
-        if sum(weights[1:]) == 0:
+        weights = np.array(weights, dtype=np.float32)          # in which 1e-300 is nothing
+        if weights[1:].sum() == 0:
             counts["without_target"] += 1
             continue
-        examples.append((np.array(ids, dtype=np.int64), np.array(weights, dtype=np.float32)))
+        examples.append((np.array(ids, dtype=np.int64), weights))
     return examples, counts
 
 
@@ -204,17 +206,13 @@ def evaluate(model, examples, config, pad_id, setup):
 def check(config, shape, setup):
     """Everything about the settings that can not work, at once."""
     problems = config.below_one("batch_size", "micro_batch_size", "window", "epochs", "log_every", "eval_every",
-                                "eval_conversations", "max_bad_steps")
-    if config.max_steps is not None and config.max_steps < 1:
-        problems.append(f"max_steps must be at least 1 (or None), found {config.max_steps}")
+                                "eval_conversations", "max_bad_steps", "max_steps")
     if config.max_length is not None and not 2 <= config.max_length <= shape.block_size:
         problems.append(f"max_length must lie between 2 and the model's context, {shape.block_size} (or choose a "
                         f"rope_scaling); found {config.max_length}")
     if config.overlong not in ("truncate", "drop"):
         problems.append(f"overlong must be 'truncate' or 'drop', found '{config.overlong}'")
-    problems += optimiser_problems(config) + shape.problems()
-    if problems:
-        refuse_once(setup, *problems)
+    refuse_once(setup, *problems, *optimiser_problems(config), *shape.problems())
 
 
 def main(config):
@@ -225,8 +223,8 @@ def main(config):
     val_path = Path(config.val_conversations or data / "conversations_val.jsonl")
     source = Path(config.init_from or Path(config.out_dir) / "pretrain")
     if config.conversations and not config.val_conversations:
-        refuse_once(setup, f"conversations = {config.conversations}, but no val_conversations: hold some of yours out and "
-                    f"name their file, or the held-out loss would be that of {val_path}")
+        refuse_once(setup, f"conversations = {config.conversations}, but no val_conversations: hold some of yours out "
+                    f"and name their file, or the held-out loss would be that of {val_path}")
     refuse_missing(setup, {path: "conversations to learn from", val_path: "conversations held out",
                            source: "pretrained model to tune"}, "Make the demonstration's with",
                    f"  {config.command('prepare_chat.py')}      conversations",
@@ -256,8 +254,8 @@ def main(config):
     # 3. Continue where an earlier call stopped.
     model.to(setup.device).train()
     parallel.compile_blocks(model, setup, config.compile, dynamic=True)
-    betas = (config.beta1, config.beta2)
-    optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay, betas)
+    optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay,
+                               (config.beta1, config.beta2))
     modules, moments = {"model": model}, {"model": optimizers}
     state = checkpoint.resume(run, modules, moments, setup) or {"step": 0, "in_a_row": 0}
     in_a_row = state["in_a_row"]

@@ -159,16 +159,9 @@ def train(words, n_merges, min_frequency=1, progress=lambda: None):
 
 def check(config):
     """Refuses keys that make no sense, all at once."""
-    smallest = 256 + len(SPECIAL_TOKENS)
-    problems = [f"{file} does not exist" for file in config.compare if not Path(file).is_file()]
-    if config.vocab_size <= smallest:
-        problems.append(f"vocab_size = {config.vocab_size}: expected more than {smallest} (bytes and special tokens)")
-    if config.min_frequency < 1:
-        problems.append(f"min_frequency = {config.min_frequency}: expected at least 1")
-    if config.workers < 0:
-        problems.append(f"workers = {config.workers}: expected 1 or more, or 0 for one for each core")
-    if problems:
-        refuse(*problems)
+    smallest = 256 + len(SPECIAL_TOKENS) + 1      # bytes, and one piece to learn
+    refuse(*(f"{file} does not exist" for file in config.compare if not Path(file).is_file()),
+           *config.outside(vocab_size=(smallest,), min_frequency=(1,), workers=(0,)))
 
 
 def measure(config, tokenizer, others):

@@ -126,14 +126,15 @@ def spoil(rng, text):
     """The remark with one fault that takes it out of the grammar, of the kinds that a policy falls into."""
     words = text.split(" ")
     at = rng.randrange(1, len(words))
-    spoiled = rng.choice([
-        " ".join(words[:at]),                                                # cut short
-        " ".join(words[:at] + words[at + 1:]),                               # a word left out
-        " ".join(words[:at] + words[at - 1:]),                               # a word twice
-        text.replace(" and ", ", ", 1), text.replace(", ", " and ", 1),      # not how a list is written
-        rng.choice(OPENINGS) + " " + text[0].lower() + text[1:],             # two openings
-        text + rng.choice(CLOSINGS[1:]),                                     # a closing too many
-    ])
+    opening, closing = rng.choice(OPENINGS), rng.choice(CLOSINGS[1:])
+    spoiled = rng.choice((
+        lambda: " ".join(words[:at]),                                        # cut short
+        lambda: " ".join(words[:at] + words[at + 1:]),                       # a word left out
+        lambda: " ".join(words[:at] + words[at - 1:]),                       # a word twice
+        lambda: text.replace(" and ", ", ", 1), lambda: text.replace(", ", " and ", 1),      # not how a list is written
+        lambda: f"{opening} {text[0].lower()}{text[1:]}",                    # two openings
+        lambda: text + closing,                                              # a closing too many
+    ))()
     return spoiled if parse(spoiled) is None else spoil(rng, text)
 
 
@@ -154,7 +155,8 @@ def sample_ranking(rng, answers, spoiled):
         while True:
             text = sample(rng)
             worse = spoil(rng, text)
-            if ends(worse) == wanted and worse not in last and score(text) not in (ILL_FORMED, *proper):
+            if (worse.startswith(wanted[0] or "") and ends(worse) == wanted and worse not in last
+                    and score(text) not in (ILL_FORMED, *proper)):
                 break
         last.append(worse)
         if len(proper) < answers - spoiled:

@@ -13,8 +13,8 @@ A conversation is one line of JSON:
     {"messages": [{"role": "system" | "user" | "assistant", "content": text, "weight"?: weight}, ...], ...}
 
 An optional system message comes first, then user and assistant take turns, and the assistant has the last word.
-`weight`, on assistant messages only, is a number >= 0 for the whole message (0: not trained), or a list of spans
-[[start, end, weight], ...] over the characters of the content; what lies in no span weighs 1. A preference is one of
+`weight`, on assistant messages only, is a number from 0 to 1e9 for the whole message (0: not trained), or a list of
+spans [[start, end, weight], ...] over the characters of the content; what lies in no span weighs 1. A preference is
 
     {"prompt": messages, "chosen": text, "rejected": text, "margin"?: number >= 0, ...}
     {"prompt": messages, "ranked": [text, ...], ...}          best first; equally good ones as a list among them
@@ -24,7 +24,6 @@ they are. Every line is checked before anything is used, and all bad lines are r
 """
 
 import json
-import math
 from itertools import groupby
 from pathlib import Path
 
@@ -150,14 +149,14 @@ def _levels(entry):
 def _wrong_preference(entry):
     wrong = wrong_messages(entry, "prompt", last="user")
     if not _is_weight(entry.get("margin", 0)):
-        wrong.append(f"margin must be a number >= 0, found {_short(entry['margin'])}")
+        wrong.append(f"margin must be a number from 0 to 1e9, found {short(entry['margin'])}")
     if "ranked" in entry and ("chosen" in entry or "rejected" in entry):
         wrong.append("has ranked and chosen or rejected; it can only be one of the two forms")
     levels = _levels(entry)
     texts = sum(levels, [])
     if len(levels) < 2 or not all(levels) or not all(map(_is_text, texts)):
         wrong.append("chosen and rejected, or the two or more members of ranked, must be texts that are not empty "
-                     f"(or lists of such that are equally good), found {_short(entry.get('ranked', levels))}")
+                     f"(or lists of such that are equally good), found {short(entry.get('ranked', levels))}")
     elif len(set(texts)) < len(texts):
         wrong.append("the same text stands there twice, which is no preference")
     return wrong
@@ -167,25 +166,26 @@ def wrong_messages(entry, name, last):
     """What is wrong with the messages in entry[name], which `last` ('user' or 'assistant') should end. -> sentences"""
     messages = entry.get(name)
     if not isinstance(messages, list) or not messages:
-        return [f"{name} must be a list of messages that is not empty, found {_short(messages)}"]
+        return [f"{name} must be a list of messages that is not empty, found {short(messages)}"]
     wrong, expected = [], None
     for i, message in enumerate(messages):
         place = f"{name}[{i}]"
         if not isinstance(message, dict):
-            return [*wrong, f"{place} must be an object with role and content, found {_short(message)}"]
+            return [*wrong, f"{place} must be an object with role and content, found {short(message)}"]
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
-            return [*wrong, f"{place}: role must be one of {', '.join(ROLES)}, found {_short(role)}"]
+            return [*wrong, f"{place}: role must be one of {', '.join(ROLES)}, found {short(role)}"]
         if role != (expected or role) or (i == 0 and role == "assistant"):
             return [*wrong, f"{place}: it is {expected or 'user'}'s turn, found {role}"]
         expected = "assistant" if role == "user" else "user"
         if not _is_text(content):
-            wrong.append(f"{place}: content must be a text that is not empty, found {_short(content)}")
+            wrong.append(f"{place}: content must be a text that is not empty, found {short(content)}")
         elif "weight" in message and not (role == "assistant" and _is_weight(message["weight"], len(content))):
-            wrong.append(f"{place}: weight is for messages of the assistant, a number >= 0 or a list of [start, end, "
-                         f"weight] within its {len(content)} characters; found {_short(message['weight'])}")
+            wrong.append(f"{place}: weight is for messages of the assistant, a number from 0 to 1e9 or a list of "
+                         f"[start, end, weight] within its {len(content)} characters; found "
+                         + short(message["weight"]))
         if unknown := set(message) - {"role", "content", "weight"}:
-            wrong.append(f"{place}: unknown key {_short(min(unknown))}; a message has role, content and weight")
+            wrong.append(f"{place}: unknown key {short(min(unknown))}; a message has role, content and weight")
     if messages[-1]["role"] != last:
         wrong.append(f"{name} must end with a message of the {last}, found {messages[-1]['role']}")
     return wrong
@@ -196,14 +196,14 @@ def _is_text(value):
 
 
 def _is_weight(value, size=None):
-    """A number >= 0 or, where the size of the text is given, a list of spans in it."""
+    """A number from 0 to 1e9 or, where the size of the text is given, a list of spans in it."""
     if isinstance(value, list) and size is not None:
         return all(isinstance(span, list) and len(span) == 3 and type(span[0]) == type(span[1]) == int
                    and 0 <= span[0] < span[1] <= size and _is_weight(span[2]) for span in value)
-    return type(value) in (int, float) and 0 <= value < math.inf
+    return type(value) in (int, float) and 0 <= value <= 1e9
 
 
-def _short(value):
+def short(value):
     """A value for a message: cut, and harmless on a terminal."""
     text = printable(str(value) if isinstance(value, Exception) else repr(value))
     return "nothing" if value is None else text if len(text) <= 100 else text[:97] + "..."
@@ -224,15 +224,14 @@ def read_lines(path, check):
             continue
         try:
             entry = json.loads(line.decode("utf-8"))
-            wrong = check(entry) if isinstance(entry, dict) else [f"expected an object, found {_short(entry)}"]
+            wrong = check(entry) if isinstance(entry, dict) else [f"expected an object, found {short(entry)}"]
             entries.append(entry)
         except (ValueError, RecursionError) as error:       # bad UTF-8 and bad JSON are ValueErrors
-            wrong = [f"not a line of JSON ({_short(error)})"]
+            wrong = [f"not a line of JSON ({short(error)})"]
         problems += [f"{path}, line {number}: {reason}" for reason in wrong]
     if not problems and not entries:
         problems.append(f"{path} is empty; expected one JSON object a line")
     if len(problems) > MOST_REPORTED:
         problems[MOST_REPORTED:] = [f"{path}: and {len(problems) - MOST_REPORTED} more"]
-    if problems:
-        refuse(*problems)
+    refuse(*problems)
     return entries

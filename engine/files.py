@@ -128,9 +128,9 @@ def lock_folder(folder):
     # A worker forked from here would hold the lock as well, and it may outlive a kill -9 of this process.
     held = weakref.ref(file)
     os.register_at_fork(after_in_child=lambda: held() and held().close())
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    with contextlib.suppress(OSError):     # a full disk: what is written next will say so
+        file.truncate(0)
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return file
 
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from configurator import refuse
-from engine.chat import stop_ids
+from engine.chat import short, stop_ids
 from engine.files import read_json, write_json
 from engine.manifest import newest, verify
 from engine.tokenizer import Tokenizer
@@ -96,8 +96,10 @@ def find_folder(path):
                "where you trust them:  transformers.AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR2)")
     found = newest(path, "light")
     if found is None:
-        refuse(f"{path}: no model there. Expected a folder with config.json and model.safetensors, or a run's folder "
-               "with step_NNNNNNNN in it. Train the stage before this one first, or name another folder.")
+        stages = sorted({str(step.parent) for step in path.glob("*/step_????????")})
+        refuse(f"{path}: no model there. Expected a folder with config.json and model.safetensors, or a stage's folder "
+               "with step_NNNNNNNN in it. " + (f"Name one of its stages: {', '.join(stages)}" if stages else
+               "Train the stage before this one first, or name another folder."))
     return found
 
 
@@ -112,7 +114,7 @@ def read_config(folder):
     optional = OPTIONAL - (set() if family in ("llama", "phi3") else {"num_key_value_heads"})
     broken += [f"{name} is missing" for name in NAMES.values() if name not in theirs and name not in optional]
     known = HARMLESS | READ | set(NAMES.values())
-    problems = [f"{name} {_short(value)} is not supported" for name, value in theirs.items()
+    problems = [f"{name} {short(value)} is not supported" for name, value in theirs.items()
                 if (value != FIXED[name] if name in FIXED else value and name not in known)]
 
     values = {ours: theirs[name] for ours, name in NAMES.items() if theirs.get(name) is not None}
@@ -121,7 +123,7 @@ def read_config(folder):
     for ours, value in values.items():
         kind = type(getattr(ModelConfig, ours))
         if ours != "rope_scaling" and type(value) is not kind and not (kind is float and type(value) is int):
-            broken.append(f"{NAMES.get(ours, ours)} must be {kind.__name__}, found {_short(value)}")
+            broken.append(f"{NAMES.get(ours, ours)} must be {kind.__name__}, found {short(value)}")
     if not broken:                                                         # a shape that can be asked for its problems
         values.setdefault("n_kv_head", values["n_head"])
         if family == "qwen3":
@@ -132,29 +134,24 @@ def read_config(folder):
     return config
 
 
-def _short(value):
-    text = repr(value)
-    return text if len(text) <= 100 else text[:97] + "..."
-
-
 def _read_scaling(theirs, values, problems):
     """The rope_scaling of a config.json in the form that ModelConfig has; None without one. Sets values["rope_theta"]
     where it stands among these (transformers 5 writes rope_parameters); adds to problems."""
     rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     if not isinstance(rope, dict):
-        problems.append(f"rope_scaling must be an object, found {_short(rope)}")
+        problems.append(f"rope_scaling must be an object, found {short(rope)}")
         return None
     rope = {name: value for name, value in rope.items() if value is not None}
     if (theta := rope.pop("rope_theta", None)) is not None:
         values["rope_theta"] = theta
     if (part := rope.pop("partial_rotary_factor", 1)) != 1:
-        problems.append(f"partial_rotary_factor {_short(part)} is not supported")
+        problems.append(f"partial_rotary_factor {short(part)} is not supported")
     if rope.get("truncate") is True:                                       # of yarn's first and last pair: as we do
         del rope["truncate"]
     older = rope.pop("type", "default")
     kind = str(rope.pop("rope_type", older))
     if kind == "default":
-        problems += [f"rope scaling {name} {_short(value)} is not supported without a rope_type"
+        problems += [f"rope scaling {name} {short(value)} is not supported without a rope_type"
                      for name, value in rope.items() if name != ORIGINAL]
         return None
     kind = "longrope" if kind == "su" else kind                            # its first name
@@ -173,17 +170,17 @@ def _read_window(theirs, problems):
     if family == "mistral" and "sliding_window" not in theirs:
         window = 4096                                                      # what its class takes
     if family == "llama" and window:
-        problems.append(f"sliding_window {_short(window)} is not supported in model_type 'llama', which computes none")
+        problems.append(f"sliding_window {short(window)} is not supported in model_type 'llama', which computes none")
     if family in ("qwen2", "qwen3"):
         first = theirs.get("max_window_layers", 28)                        # layers before this one see everything
         asked = theirs.get("use_sliding_window") and window and isinstance(first, int) and isinstance(layers, int)
         if asked and 0 < first < layers:
-            problems.append(f"sliding_window {_short(window)} from layer {first} of {layers} on is not supported")
+            problems.append(f"sliding_window {short(window)} from layer {first} of {layers} on is not supported")
         window = window if asked and first <= 0 else 0
     kinds = list(theirs.get("layer_types") or "")
     expected = "sliding_attention" if window else "full_attention"
     if any(kind != expected for kind in kinds):
-        problems.append(f"layer_types {_short(kinds)} is not supported: all layers must be {expected!r}")
+        problems.append(f"layer_types {short(kinds)} is not supported: all layers must be {expected!r}")
     return window or 0
 
 
@@ -316,9 +313,13 @@ def load_weights(model, folder):
     but for a scalar head that the folder does not have."""
     folder = Path(folder)
     index, heads = folder / "model.safetensors.index.json", folder / "heads.safetensors"
-    names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    try:
+        names = set(read_json(index)["weight_map"].values()) if index.exists() else ["model.safetensors"]
+        paths = [folder / name for name in sorted(names)] + [heads] * heads.exists()
+    except (KeyError, AttributeError, TypeError):
+        refuse(f"{index} is damaged: expected a weight_map of tensors' names to files")
     opened, problems = {}, []                               # each tensor's name, and the open file that it is in
-    for file in [folder / name for name in names] + [heads] * heads.exists():
+    for file in paths:
         try:
             content = safe_open(file, framework="pt")
             opened.update(dict.fromkeys(content.keys(), content))
@@ -330,6 +331,9 @@ def load_weights(model, folder):
             model.init_weights(seed=0)
         # Hugging Face's scalar heads have no bias: it stays 0.
         parameters = {name: p for name, p in parameters.items() if name in opened or not name.startswith("score.")}
+    elif "score.weight" in opened:
+        refuse(f"{folder} is a reward model: it says how good an answer is, and writes none. Name the folder of the "
+               "model that it judges.")
     if isinstance(model, ScalarModel) or model.config.tie_embeddings:
         opened.pop("lm_head.weight", None)
     # Older conversions store RoPE's frequencies, which follow from the config.
@@ -347,6 +351,8 @@ def load_weights(model, folder):
         rows = [parameters[name].size(0) for name in ours]
         for name, part in zip(ours, opened[place].get_tensor(place).split(rows)):
             parameters[name].copy_(part)
+            problems += [f"{folder}: {name} has numbers that are not finite"] * (not part.isfinite().all())
+    refuse(*problems)
 
 
 def mismatches(wanted, found):

@@ -40,11 +40,11 @@ def optimizers_of(model, learning_rate, matrix_learning_rate, weight_decay, beta
 
 
 def optimiser_problems(config):
-    """What is wrong with the settings of the optimiser that several scripts share, a sentence each."""
-    names = ("learning_rate", "matrix_learning_rate", "weight_decay", "grad_clip")
-    problems = [f"{name} must not be negative, found {getattr(config, name)}" for name in names
-                if getattr(config, name) < 0]
-    if config.matrix_learning_rate and config.learning_rate <= 0:
+    """What is wrong with those settings of the optimiser that a script has, a sentence each."""
+    rates = ("learning_rate", "matrix_learning_rate", "value_learning_rate", "weight_decay", "grad_clip", "final_lr",
+             "warmup_steps", "warmup_share")
+    problems = config.outside(**dict.fromkeys(rates, (0,)), beta1=(0, 0.999999), beta2=(0, 0.999999))
+    if getattr(config, "matrix_learning_rate", 0) and config.learning_rate <= 0:
         problems.append("matrix_learning_rate needs a learning_rate above 0, whose share it is")
     if getattr(config, "schedule", "linear") not in ("cosine", "linear", "constant"):
         problems.append(f"schedule must be 'cosine', 'linear' or 'constant', found '{config.schedule}'")

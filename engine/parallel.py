@@ -46,7 +46,15 @@ def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0):
     deterministic: None = yes on CPU, where it costs about 4 %. threads: 0 = the cores divided by the processes of this machine."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    chosen = _device(device, local_rank)
+    refuse(*(problem for problem, wrong in {
+        f"device must be 'auto', 'cpu' or 'cuda', found '{device}'": device not in ("auto", "cpu", "cuda"),
+        f"device = 'cuda', but this torch ({torch.__version__}) sees no CUDA device; use --device=cpu or install a "
+        "CUDA build": device == "cuda" and not torch.cuda.is_available(),
+        f"dtype must be 'auto', 'bf16' or 'fp32', found '{dtype}'": dtype not in ("auto", "bf16", "fp32"),
+        f"threads must be from 0 (all cores) to 1024, found {threads}": not 0 <= threads <= 1024,
+        f"seed must be below 2**63 in size, found {seed}": abs(seed) >= 2 ** 63}.items() if wrong))
+    cuda = device != "cpu" and torch.cuda.is_available()
+    chosen = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     # torchrun sets OMP_NUM_THREADS=1 when nobody else did, which leaves most of a CPU idle; so the count is set here.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = threads or max(1, cores // local_world)
@@ -67,21 +75,9 @@ def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0):
     return Setup(rank, local_rank, world, chosen, _dtype(dtype, chosen), threads)
 
 
-def _device(name, local_rank):
-    if name not in ("auto", "cpu", "cuda"):
-        refuse(f"device must be 'auto', 'cpu' or 'cuda', found '{name}'")
-    if name == "cuda" and not torch.cuda.is_available():
-        refuse(f"device = 'cuda', but this torch ({torch.__version__}) sees no CUDA device; use --device=cpu or install a CUDA build")
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank)
-
-
 def _dtype(name, device):
     """The dtype of that name. 'auto' is bf16 where the machine multiplies it natively: a CPU without AMX or AVX512-BF16
     emulates it and is several times slower than in fp32."""
-    if name not in ("auto", "bf16", "fp32"):
-        refuse(f"dtype must be 'auto', 'bf16' or 'fp32', found '{name}'")
     if name == "auto" and device.type == "cuda":
         name = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     elif name == "auto":

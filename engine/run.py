@@ -20,16 +20,19 @@ def open_run(config, stage, setup, **made_from):
     prints = {what: fingerprint(path) for what, path in made_from.items()}
     changed = []
     if (folder / "config.json").exists():
-        changed = changed_keys(read_json(folder / "config.json"), config)
+        if "config" not in (before := read_json(folder / "config.json")):
+            refuse_once(setup, f"{folder}/config.json is not that of a run: choose another --out_dir")
+        changed = changed_keys(before, config)
     if (folder / "inputs.json").exists():
         before = read_json(folder / "inputs.json")
         changed += [(f"{what} ({path}), content", before.get(what), prints[what]) for what, path in made_from.items()
                     if before.get(what) != prints[what]]
     if changed:
         differences = [f"{folder} was begun with {key} = {old!r}, now it is {new!r}" for key, old, new in changed]
+        further = hasattr(config, "init_from") and f" To train further what it came to: also --init_from={folder}."
         refuse_once(setup, *differences,
                     "Give the old value to continue that run, or start anew: remove the folder, or give another "
-                    "--out_dir.")
+                    f"--out_dir.{further or ''}")
     if (folder / "result.json").exists():
         setup.say(f"{folder}: already done; to do it anew, remove the folder or choose another --out_dir")
         parallel.finish(setup)
@@ -65,8 +68,8 @@ def fingerprint(path):
 
 
 def refuse_once(setup, *problems):
-    """For what every rank finds alike: one of each machine says it, all of them end."""
-    if setup.local_rank:
+    """refuse for what every rank finds alike: one of each machine says it, all of them end."""
+    if problems and setup.local_rank:
         raise SystemExit(2)
     refuse(*problems)
 

@@ -9,6 +9,7 @@ Appends to out_dir/timing.jsonl one line per call that did something: stage, wal
 of a stage is the sum of its calls up to the one that finished (runs/report.py adds them up); a call that found its
 stage done is not recorded.
 """
+import contextlib
 import json
 import os
 import shlex
@@ -95,7 +96,7 @@ def main(arguments):
         if stage != "report" and changed_since(start, config.data_dir, out):
             line = {"format_version": FORMAT_VERSION, "stage": stage, "wall_seconds": round(wall, 2),
                     "cpu_seconds": round(cpu, 2), "exit": status}
-            with open(timing, "a", encoding="utf-8") as file:
+            with contextlib.suppress(OSError), open(timing, "a", encoding="utf-8") as file:     # a full disk was said
                 file.write(json.dumps(line) + "\n")
         if status:
             again = shlex.join(["bash", "runs/demo.sh", *sys.argv[1:]])

@@ -21,7 +21,7 @@ from prepare.audit import waterfall
 
 data_dir = "data/demo"
 out_dir = "out/demo"
-judge = True            # say whether the targets are met; they are the demo's, and mean nothing for smaller runs
+verdicts = True         # say whether the targets are met; they are the demo's, and mean nothing for smaller runs
 max_minutes = 15.0      # target for the whole chain
 
 
@@ -67,7 +67,7 @@ def table(found, config):
 
     def add(stage, what, value, form, *bounds):
         measured = value not in (None, {})
-        bounds = [(sign, bound) for sign, bound in bounds if bound not in (None, {}) and config.judge]
+        bounds = [(sign, bound) for sign, bound in bounds if bound not in (None, {}) and config.verdicts]
         verdict = ("" if not bounds else "not measured" if not measured else
                    "ok" if all(HOLDS[sign](value, bound) for sign, bound in bounds) else "NOT MET")
         if measured or bounds:
@@ -137,7 +137,7 @@ def draw(path, found, logs):
         return False
     rcParams.update({"axes.titlelocation": "left", "axes.titlesize": 11, "axes.titleweight": "bold",
                      "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
-    figure = Figure(figsize=(20, 9), layout="constrained")
+    figure = Figure(figsize=(18, 9), layout="constrained")
     panels = iter(figure.subplots(2, 4).flat)
 
     def curves(title, x, y, log, *lines):
@@ -152,8 +152,9 @@ def draw(path, found, logs):
         values = {name: value for name, value in values.items() if value not in (None, {})}
         axis = next(panels)
         axis.set(title=title)
-        shown = axis.barh(list(values), list(values.values()))
-        axis.bar_label(shown, [format(value, form) for value in values.values()], padding=3, fontsize=8)
+        to_beat = [name.startswith("xz") or name.endswith("baseline") for name in values]
+        shown = axis.barh(list(values), list(values.values()), color=["C1" if it else "C0" for it in to_beat])
+        axis.bar_label(shown, [format(value, form) for value in values.values()], padding=3)
         axis.invert_yaxis()
         axis.margins(x=0.18)
 
@@ -199,7 +200,7 @@ def main(config):
     rows = table(found, config)
     lines = [*(waterfall(found["audit"]) if found["audit"] else ()), "", *lines_of(rows)]
     missed = sum(row[-1] in ("NOT MET", "not measured") for row in rows)
-    if config.judge:
+    if config.verdicts:
         lines += ["", f"{missed} targets are not met" if missed else "all targets are met"]
     print("\n".join(lines))
     write_atomic(out / "report.txt", "\n".join(lines) + "\n")

@@ -186,6 +186,7 @@ BAD_CONVERSATIONS = [
     ({"messages": [USER, {**ANSWER, "wieght": 1}]}, "'wieght'"),
     ({"messages": [{**USER, "weight": 1}, ANSWER]}, "for messages of the assistant"),
     ({"messages": [USER, {**ANSWER, "weight": -1}]}, "-1"),
+    ({"messages": [USER, {**ANSWER, "weight": 10 ** 400}]}, "1000"),
     ({"messages": [USER, {**ANSWER, "weight": True}]}, "True"),
     ({"messages": [USER, {**ANSWER, "weight": float("nan")}]}, "nan"),
     ({"messages": [USER, {**ANSWER, "weight": "1"}]}, "'1'"),

@@ -159,6 +159,7 @@ def test_accepted(repo, argument, key, value):
     ("--seed=None", ["seed must be int"]),
     ("--warmup_steps=1.5", ["warmup_steps must be int or None", "1.5"]),
     ("--compile=1", ["compile must be bool", "1"]),
+    ("--learning_rate=1e999", ["learning_rate must be float", "1e999"]),
     ("--betas=0.9", ["betas must be tuple of float", "0.9"]),
     ("--betas=(0.9,'x')", ["betas must be tuple of float", "'x'"]),
     ("--scaling=[1]", ["scaling must be dict or None", "[1]"]),
@@ -355,7 +356,12 @@ def test_as_a_program(root, repo):
     assert bad.returncode == 2 and "Traceback" not in bad.stderr and "'learning_rate'" in bad.stderr
 
 
-def test_no_wait_for_torch(root):
+def test_no_wait_for_torch(root, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    for script, word in (("sft", "--help"), *((script, "--nosuch=1") for script in ("reward", "rlhf", "evaluate", "sample"))):
+        said = subprocess.run([sys.executable, f"{script}.py", word], cwd=root, capture_output=True, text=True,
+                              env={**os.environ, "PYTHONPATH": str(tmp_path)})
+        assert f"--{'init_from' if word == '--help' else 'nosuch'}=" in said.stdout + said.stderr.split("Traceback")[0]
     code = "import sys, configurator, engine.files; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
     assert "configurator" in loaded.split() and "torch" not in loaded.split()

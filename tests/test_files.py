@@ -97,6 +97,8 @@ def test_a_really_full_device(tmp_path, capsys):
     (tmp_path / "a.tmp").symlink_to("/dev/full")     # every write to it fails for want of space
     assert "No space left" in refused(capsys, write_atomic, tmp_path / "a", b"x" * 100)
     assert os.listdir(tmp_path) == []
+    (tmp_path / ".lock").symlink_to("/dev/full")
+    lock_folder(tmp_path).close()
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path, capsys):

@@ -123,6 +123,10 @@ def test_a_config_of_another_kind_or_without_a_key_is_refused(tmp_path, capsys):
 
 def test_pickles_and_empty_folders_are_refused(tmp_path, capsys):
     assert "no model there" in refused(capsys, lambda: load_model(tmp_path / "nothing"))
+    checkpoint.save_light(tmp_path / "run/sft", 1, small_llama(1), byte_tokenizer(), ALONE)
+    assert f"Name one of its stages: {tmp_path}/run/sft\n" in refused(capsys, lambda: load_model(tmp_path / "run"))
+    save_model(tmp_path / "reward", ScalarModel(small_llama(1).config), byte_tokenizer())
+    assert "reward is a reward model" in refused(capsys, lambda: load_model(tmp_path / "reward"))
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
     assert "pickled" in refused(capsys, lambda: load_model(tmp_path))
 
@@ -132,6 +136,16 @@ def test_a_cut_file_is_refused(tmp_path, capsys):
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     assert "can not be read" in refused(capsys, lambda: load_model(tmp_path))
+    for index in ("{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        assert "expected a weight_map" in refused(capsys, lambda: load_model(tmp_path))
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path, capsys):
+    model = small_llama(1)
+    torch.nn.init.constant_(model.model.norm.weight, float("inf"))
+    save_model(tmp_path, model, byte_tokenizer())
+    assert "model.norm.weight has numbers that are not finite" in refused(capsys, lambda: load_model(tmp_path))
 
 
 def test_a_damaged_checkpoint_is_not_loaded_when_it_is_named_either(tmp_path, capsys):

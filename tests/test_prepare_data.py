@@ -544,9 +544,9 @@ def test_inputs_that_do_not_exist(tmp_path, capsys):
 
 
 def test_all_wrong_settings_are_named_at_once(tmp_path, capsys, inputs):
-    refused(capsys, "no rule set 'gofer'", "gopher_quality", "corpus must be", "val_fraction", "workers",
+    refused(capsys, "no rule set 'gofer'", "gopher_quality", "corpus must be", "val_fraction", "workers", "minhash_seed",
             arguments=[f"--data_dir={tmp_path / 'd'}", f"--inputs={inputs}", "--rules=gofer", "--corpus=web",
-                       "--val_fraction=1.5", "--workers=0"])
+                       "--val_fraction=1.5", "--workers=0", "--minhash_seed=-1"])
     assert not (tmp_path / "d").exists()
 
 

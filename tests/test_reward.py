@@ -166,6 +166,11 @@ def test_equally_good_answers_are_not_compared():
 
 # ------------------------------------------------------------------------------------------------------------ reports
 
+def test_gaps_are_numbers_or_unknown():
+    found = [reward.gap_of({"scores": {"chosen": 3, "rejected": other}, "margin": 7}) for other in (1, 10 ** 400, None, "1")]
+    assert found == [2, 7, 7, 7] and math.isnan(reward.gap_of({}))
+
+
 def test_report_by_margin_with_ties():
     rankings = [{**ranking(1, 1), "gap": gap} for gap in (0.5, 0.9, 1.2, 3.0, math.nan)]
     found = reward.report(rankings, torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0, 3.0, 1.0, 0.0, 0.0, 0.0]))
@@ -261,11 +266,11 @@ def test_each_epoch_has_an_order_of_its_own(world, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("options, said", [
     (["--batch_size=64"], "40 usable pairs"),
-    (["--along_until=1.5"], "share of the run"), (["--max_rankings=-1"], "0 (all) or more"),
-    (["--max_rankings=3"], "max_rankings = 3"), (["--control_ratio=1.0"], "above 1"),
-    (["--learning_rate=-1.0", "--grad_clip=-2.0"], "grad_clip must not be negative"),
+    (["--along_until=1.5"], "along_until must be from 0 to 1"), (["--max_rankings=-1"], "max_rankings must be at least 0"),
+    (["--max_rankings=3"], "max_rankings = 3"), (["--control_ratio=1.0"], "control_ratio must be at least"),
+    (["--learning_rate=-1.0", "--grad_clip=-2.0"], "grad_clip must be at least 0"),
     (["--log_every=0", "--micro_batch_size=0"], "micro_batch_size must be at least 1"),
-    (["--sft_samples=1"], "no deviation"),
+    (["--sft_samples=1"], "sft_samples must be at least 2"),
     (["--init_from=/nowhere"], "/nowhere"),
     (["--data_dir=/nowhere"], "prepare_chat.py")])
 def test_refusals(world, tmp_path, capsys, options, said):

@@ -331,7 +331,8 @@ def test_an_update_put_together_again_by_hand(world, tmp_path, spy):
     and score at their places, and the advantages that the policy really gets."""
     judge, improve, = spy(rlhf, "judge"), spy(rlhf, "improve")
     rlhf.main(config_of(world, tmp_path, "--updates=2", "--missing_end_penalty=0.75", "--kl_coef=0.3"))
-    (_, _, _, _, batch, _, _), _, (scores, old, ref, values, _) = judge[1]
+    (_, _, _, _, batch, _, _), _, (scores, old, ref, values, _) = [
+        call for call in judge if len(call[2][0]) == 8][1]      # not those of held-out prompts, in threes
     handed = improve[1][0][4]
     assert 0 < batch.ended.sum() < 8 and not torch.equal(old, ref)
     advantages, returns = torch.zeros_like(old), torch.zeros_like(old)
@@ -434,11 +435,12 @@ def test_another_starting_model_does_not_continue_the_run(world, words, tmp_path
 
 
 @pytest.mark.parametrize("options, said", [
-    (["--top_k=50", "--temperature=0.0", "--episodes=7"], ["top_k = 50", "temperature = 0.0", "episodes = 7"]),
+    (["--top_k=50", "--temperature=0.0", "--episodes=7"], ["top_k = 50", "temperature must be", "episodes = 7"]),
     (["--top_p=0.9"], ["top_p = 0.9"]),
     (["--policy_from=/nowhere"], ["/nowhere"]),
     (["--minibatches=0", "--log_every=0"], ["minibatches must be", "log_every must be"]),
     (["--eval_prompts=0"], ["eval_prompts = 0"]),
+    (["--kl_horizon=0", "--lam=7", "--value_learning_rate=-1"], ["kl_horizon must", "lam must", "value_learning_rate must"]),
     (["--data_dir=/nowhere"], ["prompts_train.jsonl", "prompts_val.jsonl", "prepare_chat.py"]),
     (["--max_new_tokens=125"], ["no prompts of at most 3 tokens"])])
 def test_refusals(world, tmp_path, capsys, options, said):
@@ -463,7 +465,7 @@ def test_models_that_do_not_belong_together_are_refused(world, words, tmp_path, 
 
 
 TWO_PROCESSES = """
-import sys, hashlib
+import sys, hashlib, torch
 sys.path[:0] = [{root!r}, {tests!r}]
 import rlhf, toy
 real = rlhf.improve
@@ -471,8 +473,13 @@ real = rlhf.improve
 def digest(*tensors):
     return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
 
+clip, norms = rlhf.clip, []
+rlhf.clip = lambda *args: norms.append(clip(*args)) or norms[-1]
+
 def improve(policy, value, optimizers, batch, old, update, config, setup, check):
     learned = real(policy, value, optimizers, batch, old, update, config, setup, check)
+    if update == 0:
+        torch.save((batch, old, norms[:2]), {folder!r} + f"/rank{{setup.rank}}.pt")
     with open({folder!r} + f"/rank{{setup.rank}}", "a") as file:        # both write at once: not to one stream
         prompts = batch.ids[:, :batch.prompt_width]
         print(digest(*policy.parameters(), *value.parameters()), digest(prompts), learned["approx_kl"], file=file)
@@ -484,12 +491,13 @@ rlhf.main(toy.config_of(rlhf, *sys.argv[1:]))
 
 
 def test_two_processes_hold_the_same_parameters(world, tmp_path):
-    """Different prompts on each rank, and after every update the same bits in policy and critic."""
+    """Different prompts on each rank, and after every update the same bits in policy and critic. The first gradients
+    are those of one process that has the answers of both (Adam would hide a factor)."""
     script = tmp_path / "two.py"
     script.write_text(TWO_PROCESSES.format(root=str(ROOT), tests=str(ROOT / "tests"), folder=str(tmp_path)))
     arguments = [f"--data_dir={world}/data", f"--out_dir={tmp_path}/out", f"--policy_from={world}/sft",
                  f"--reward_from={world}/reward", "--episodes=8", "--micro_batch_size=3", "--updates=2",
-                 "--eval_prompts=8", "--max_new_tokens=8", "--learning_rate=1e-3"]
+                 "--eval_prompts=8", "--max_new_tokens=8", "--learning_rate=1e-3", "--minibatches=1"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run([*torchrun, str(script), *arguments], capture_output=True, text=True, timeout=120,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -499,6 +507,17 @@ def test_two_processes_hold_the_same_parameters(world, tmp_path):
     for (parameters, prompts, kl), (other_parameters, other_prompts, other_kl) in zip(*ranks):
         assert parameters == other_parameters and prompts != other_prompts and kl == other_kl
     assert ranks[0][0][0] != ranks[0][1][0]
+    halves = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    policy, value = hf.load_model(world / "sft")[0], rlhf.critic_from(hf.load_model(world / "reward", "scalar")[0])
+    count = sum(batch.answer.sum() for batch, _, _ in halves)
+    for batch, old, _ in halves:
+        rows, inside = torch.arange(4), batch.answer
+        new, values = rlhf.answer_logprobs(policy, batch, rows, config_of(world, tmp_path)), rlhf.answer_values(value, batch, rows)
+        loss = -new * old["advantages"] + (values - old["returns"]).square() / 2
+        (loss[inside].sum() / count).backward()
+    expected = [torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item() for model in (policy, value)]
+    for *_, norms in halves:
+        assert [norm.item() for norm in norms] == pytest.approx(expected, rel=1e-3)
     assert "answers" in json.loads((tmp_path / "out" / "ppo" / "result.json").read_text())["after"]
 
 

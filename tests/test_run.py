@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from configurator import configure
-from engine import run
+from engine import parallel, run
 from engine.run import fingerprint, open_run, save_when_due
 from small import ALONE, ROOT
 
@@ -50,6 +50,7 @@ def test_other_settings_and_other_inputs_are_refused_together(tmp_path, data, ca
     before = {path.name: path.read_text() for path in folder.glob("*.json")}
     data.write_text("two")
     said = refused(capsys, open_run, config_of(tmp_path, "--seed=2"), "stage", ALONE, data=data)
+    assert f"also --init_from={folder}." in said
     assert "begun with seed = 1, now it is 2" in said and f"begun with data ({data}), content = " in said
     assert {path.name: path.read_text() for path in folder.glob("*.json")} == before
 
@@ -100,3 +101,16 @@ def test_weights_that_are_not_finite_are_not_saved(save, capsys):
     assert save(5, 2, 3, value=float("nan")) == []     # not looked at when nothing is due
     for value in (float("nan"), float("inf")):
         assert "no longer finite" in refused(capsys, save, 6, 2, 3, value=value) and save.calls == []
+
+
+def test_start_settles_determinism_dtype_and_a_seed_for_each_rank(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    for has, name in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+        torch.use_deterministic_algorithms(False)
+        setup = parallel.start("cpu", "auto", deterministic=None if has else False, threads=1, seed=5)
+        assert (setup.rank, setup.world, setup.dtype) == (1, 1, name) and torch.initial_seed() == 6
+        assert torch.are_deterministic_algorithms_enabled() == has
+    said = refused(capsys, parallel.start, "tpu", "fp8", threads=-1, seed=2 ** 64)
+    assert all(word in said for word in ("'tpu'", "'fp8'", "threads", "seed"))

@@ -250,7 +250,7 @@ def test_report_says_what_is_not_met(report, file, names, value, what):
     rows = report(lambda data, out: edit(out / file, *names, value=value))
     assert [name for name, row in rows.items() if row[2] == "NOT MET"] == [what]
     assert "1 targets are not met" in report.printed
-    rows = report(lambda data, out: edit(out / file, *names, value=value), "--judge=False")
+    rows = report(lambda data, out: edit(out / file, *names, value=value), "--verdicts=False")
     assert {row[1] + row[2] for row in rows.values()} == {""}
 
 

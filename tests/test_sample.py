@@ -213,8 +213,8 @@ def test_wrong_settings_are_named_together(folder, capsys, tmp_path):
             sample.main(configure(vars(sample), [f"--model={folder}", "--device=cpu", *words]))
         assert stop.value.code == 2
         return capsys.readouterr().err
-    said = refused("--temperature=-1", "--top_p=0", "--top_k=-1", "--max_new_tokens=0", "--file=a", "--prompt=b",
-                   "--repetition_penalty=0", "--stop=('',)")
+    said = refused("--temperature=1e-300", "--top_p=0", "--top_k=-1", "--max_new_tokens=0", "--file=a", "--prompt=b",
+                   "--repetition_penalty=1e-300", "--stop=('',)")
     for part in ("temperature must", "top_p must", "top_k must", "max_new_tokens must", "--file and", "penalty must", "stop must"):
         assert part in said
     assert "--chat=True" in refused("--system=s")

@@ -190,9 +190,9 @@ def test_buckets_waste_less_than_no_buckets():
 
 def test_overlong_conversations_are_cut_or_dropped_and_counted():
     entries = [talk("q" * 200, "never reached"), talk("q", "a" * 500), talk("q", "short"),
-               talk("q", "unweighted", weight=0)]
+               talk("q", "unweighted", weight=0), talk("q", "as good as unweighted", weight=1e-300)]
     examples, lost = sft.encode(entries, byte_tokenizer(), 40, "truncate")
-    assert lost == {"truncated": 2, "too_long": 0, "without_target": 2}
+    assert lost == {"truncated": 2, "too_long": 0, "without_target": 3}
     assert all(weights[1:].sum() > 0 and len(ids) <= 41 for ids, weights in examples)
     cut = examples[0][0]
     assert len(cut) == 41 and cut[-1] != byte_tokenizer().special(END), "a cut answer must not teach to stop there"
