@@ -55,6 +55,7 @@ class ModelConfig:
     dropout: float = 0.0            # on the sublayers' outputs only: in attention it would cost SDPA its fast path
     attention: str = "flash"        # 'flash': SDPA, fp32 inside; 'fp32': the same in the open; 'bf16': a mistake, shown
     recompute: str = "none"         # in the backward pass, to save memory: 'selective': the MLPs; 'full': whole blocks
+    separate_documents: bool = False    # it was trained on documents that do not see each other (see `apart`)
     # What other families do otherwise
     head_dim: int = 0               # width of a head; 0: n_embd / n_head
     qkv_bias: bool = False          # Qwen 1.5 to 2.5: q, k and v have a bias

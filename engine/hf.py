@@ -33,10 +33,10 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 NAMES = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
          "n_kv_head": "num_key_value_heads", "n_embd": "hidden_size", "n_inner": "intermediate_size",
          "block_size": "max_position_embeddings", "rope_theta": "rope_theta", "norm_eps": "rms_norm_eps",
-         "tie_embeddings": "tie_word_embeddings", "head_dim": "head_dim"}
+         "tie_embeddings": "tie_word_embeddings", "head_dim": "head_dim", "separate_documents": "separate_documents"}
 # Those without which a folder means what we take: as many key heads as heads (Llama and Phi only), theta 10000, untied,
 # heads of the quotient's width.
-OPTIONAL = {"num_key_value_heads", "rope_theta", "tie_word_embeddings", "head_dim"}
+OPTIONAL = {"num_key_value_heads", "rope_theta", "tie_word_embeddings", "head_dim", "separate_documents"}
 
 # Keys that change nothing in what is computed, or that read_config reads by name. Any other one that is set is refused.
 HARMLESS = {"_attn_implementation", "_name_or_path", "architectures", "attn_implementation", "auto_map", "bos_token_id",
