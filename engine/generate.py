@@ -85,7 +85,7 @@ def _continue(model, prompts, limits, stop_ids, choose, streams, on_text, keep_s
     if any(padding):
         mask = torch.arange(longest, device=device) >= torch.tensor(padding, device=device)[:, None]
     cache = KVCache(model.config, rows, room(longest + most, compile), device, dtype)
-    hidden = model.hidden(prompt_ids, mask, cache)[:, -1]                  # (rows, C): only the last position is scored
+    hidden = model.model(prompt_ids, mask, cache)[:, -1]                   # (rows, C): only the last position is scored
     weights = weights or weights_of(model, dtype, pack=most >= PACK_FROM and not compile)
     decoder = Decoder(model, weights, cache, padding, compile)
     logits = decoder.scores(hidden)                                        # (rows, V)

@@ -143,6 +143,7 @@ def test_initialisation():
             assert abs(p.std().item() / expected - 1) < 0.03, name
     again = dict(Llama(config).init_weights(7).named_parameters())
     assert all(torch.equal(p, again[name]) for name, p in model.named_parameters())
+    assert not torch.equal(model.lm_head.weight, Llama(config).init_weights(8).lm_head.weight)
     # A parameter's bits depend on its name and the seed only, not on what else the model has.
     assert not torch.equal(again["model.layers.5.mlp.up_proj.weight"], again["model.layers.6.mlp.up_proj.weight"])
     shallow = dict(Llama(ModelConfig(**{**vars(config), "n_layer": 12, "vocab_size": 300})).init_weights(7).named_parameters())
