@@ -38,7 +38,7 @@ from engine.hf import find_folder, read_model
 from engine.loss import token_losses
 from engine.manifest import steps_of
 from engine.run import fingerprint
-from engine.shards import TokenData
+from engine.shards import TokenData, begins_of
 from engine.tokenizer import Tokenizer
 
 data_dir = "data/demo"
@@ -67,17 +67,18 @@ XZ_WINDOW = 64 << 20            # bytes that `xz -9e` looks back
 # --- Text -------------------------------------------------------------------------------------------------------------
 
 @torch.inference_mode()
-def token_nats(model, ids, config, setup):
+def token_nats(model, ids, config, setup, tokenizer=None):
     """-log p of ids[1:], (n - 1,), in windows of block_size tokens that begin every `stride` tokens: each token but the
-    first ones sees at least block_size - stride before it."""
+    first ones sees at least block_size - stride before it; or its own document only, if the model was trained so."""
     size, stride = model.config.block_size, min(config.stride, model.config.block_size)
     starts = [0] + list(range(stride, max(1, len(ids) - 1 - (size - stride)), stride))
     nats, padded = np.empty(len(ids) - 1), np.pad(ids, (0, size))
     for first in range(0, len(starts), config.batch_size):
         part = starts[first:first + config.batch_size]
         rows = torch.from_numpy(np.stack([padded[start:start + size + 1] for start in part])).to(setup.device)
+        begins = begins_of(rows[:, :-1], tokenizer) if model.config.separate_documents else None
         with setup.autocast():
-            losses = token_losses(model(rows[:, :-1]), rows[:, 1:])
+            losses = token_losses(model(rows[:, :-1], begins=begins), rows[:, 1:])
         for row, start in enumerate(part):
             begin = 0 if start == 0 else size - stride
             end = min(size, len(ids) - 1 - start)
@@ -242,11 +243,12 @@ def probe_scores(model, tokenizer, probes, config):
     rows = [{"prompt": probe["prompt"], "expected": probe["expected"]} for probe in probes]
     variants = [(row, name, variant) for name, form in (("whole", dict), ("cut", cut_inside)) for row in rows
                 if (variant := form(row))]
-    prompts = [[tokenizer.bos_id] + tokenizer.encode(variant["prompt"]) for _, _, variant in variants]
+    bos = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
+    prompts = [bos + tokenizer.encode(variant["prompt"]) for _, _, variant in variants]
     longest = max(len(tokenizer.encode(variant["expected"])) for _, _, variant in variants) + 4
     made = complete(model, prompts, config, longest, {tokenizer.eos_id})
     for (row, name, variant), (ids, _) in zip(variants, made):
-        text = tokenizer.decode(ids)
+        text = tokenizer.decode(ids, begins=False)
         row.update({name: text.startswith(variant["expected"]), f"{name}_text": text})
     return {"n": len(rows), "whole": mean(row["whole"] for row in rows), "cut": mean(row.get("cut") for row in rows),
             "probes": rows}
@@ -364,7 +366,7 @@ def main(config):
         model.to(setup.device).eval()
         val = shards("val", tokenizer)
         ids = val.read(0, config.text_tokens or val.n_tokens)
-        scores = text_scores(token_nats(model, ids, config, setup), ids[1:], tokenizer, known_lines)
+        scores = text_scores(token_nats(model, ids, config, setup, tokenizer), ids[1:], tokenizer, known_lines)
         scores["repetition"] = repetition(model, tokenizer, val, config)
         scores["probes"] = probe_scores(model, tokenizer, probes, config)
         if questions:

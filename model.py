@@ -28,15 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from configurator import refuse
 
-# How RoPE may be stretched beyond the context that a model was trained on, with what each way must be told and what it
-# may be told beside that. Names and meanings are those of rope_scaling in Hugging Face's config.json.
 ORIGINAL = "original_max_position_embeddings"       # the context before it was stretched
-SCALINGS = {
-    "linear": ({"factor"}, set()),
-    "llama3": ({"factor", "low_freq_factor", "high_freq_factor", ORIGINAL}, set()),
-    "yarn": ({"factor", ORIGINAL}, {"beta_fast", "beta_slow", "attention_factor"}),
-    "longrope": ({"factor", "short_factor", "long_factor", ORIGINAL}, {"attention_factor"}),
-}
 MASK_UP_TO = 1024       # tokens of a row; in longer ones documents are attended to one by one (see `apart`)
 
 
@@ -55,12 +47,13 @@ class ModelConfig:
     dropout: float = 0.0            # on the sublayers' outputs only: in attention it would cost SDPA its fast path
     attention: str = "flash"        # 'flash': SDPA, fp32 inside; 'fp32': the same in the open; 'bf16': a mistake, shown
     recompute: str = "none"         # in the backward pass, to save memory: 'selective': the MLPs; 'full': whole blocks
+    separate_documents: bool = False    # it was trained on documents that do not see each other (see `apart`)
     # What other families do otherwise
     head_dim: int = 0               # width of a head; 0: n_embd / n_head
     qkv_bias: bool = False          # Qwen 1.5 to 2.5: q, k and v have a bias
     qk_norm: bool = False           # Qwen3: each head's q and k are normalised before they are turned
     sliding_window: int = 0         # Mistral: a token sees so many, itself among them; 0: all before it
-    rope_scaling: dict | None = None    # {"rope_type": one of SCALINGS, ...}; None: as it was trained
+    rope_scaling: dict | None = None    # {"rope_type": ..., "factor": ...}, see rope_frequencies; None: as it was trained
     family: str = ""                # whose files it is written as; "": the plainest that can say all this
 
     def __post_init__(self):
@@ -74,7 +67,7 @@ class ModelConfig:
         if found:
             return found
         quotient = self.head_dim == self.n_embd // self.n_head
-        return scaling_problems(self.rope_scaling, self.head_dim) + [sentence for sentence, wrong in {
+        return [sentence for sentence, wrong in {
             f"n_embd = {self.n_embd} must be an even multiple of n_head = {self.n_head} (RoPE turns pairs of numbers), "
             f"or head_dim be given apart, as an even number; found {self.head_dim}":
                 self.head_dim < 2 or self.head_dim % 2 or quotient and self.n_embd % self.n_head,
@@ -86,29 +79,6 @@ class ModelConfig:
             f"recompute must be 'none', 'selective' or 'full', found {self.recompute!r}":
                 self.recompute not in ("none", "selective", "full"),
         }.items() if wrong]
-
-
-def scaling_problems(scaling, head_dim):
-    """What is wrong with a rope_scaling, a sentence each."""
-    if scaling is None:
-        return []
-    kind = scaling.get("rope_type")
-    if kind not in SCALINGS:
-        return [f"rope_scaling: rope_type must be one of {', '.join(SCALINGS)}, found {kind!r}"]
-    needs, may = SCALINGS[kind]
-    found = [f"rope_scaling: {kind} needs {name}" for name in sorted(needs - scaling.keys())]
-    for name in sorted(scaling.keys() - {"rope_type"}):
-        value, per_pair = scaling[name], name in ("short_factor", "long_factor")
-        numbers = value if per_pair and isinstance(value, list) else [value]
-        if name not in needs | may:
-            found.append(f"rope_scaling: {kind} with {name} = {value!r} is not supported")
-        elif not all(type(number) in (int, float) and number > 0 for number in numbers):
-            found.append(f"rope_scaling: {name} must be above 0, found {value!r}")
-        elif per_pair and len(numbers) != head_dim // 2:
-            found.append(f"rope_scaling: {name} must be head_dim / 2 = {head_dim // 2} numbers, found {value!r}")
-    if not found and kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        found.append(f"rope_scaling: low_freq_factor must be below high_freq_factor, found {scaling}")
-    return found
 
 
 class RMSNorm(nn.Module):
@@ -401,10 +371,6 @@ class Llama(nn.Module):
     def logits(self, hidden):
         """(..., C) -> (..., n_tokens). What pads the vocabulary is in no softmax, so neither learned nor drawn."""
         return self.lm_head(hidden)[..., :self.n_tokens]
-
-    def hidden(self, ids, mask=None, cache=None):
-        """ids (B, T) -> (B, T, C), after the last norm."""
-        return self.model(ids, mask, cache)
 
     def n_params(self):
         """Numbers that are learned; a tied matrix counts once."""

@@ -44,7 +44,7 @@ from tqdm import tqdm
 from configurator import configure, refuse
 from engine.files import intact, lock_folder, publish, read_json, sha256_file, write_json
 from engine.shards import ShardWriter, read_documents, read_jsonl_zst, write_index
-from engine.tokenizer import Tokenizer
+from engine.tokenizer import Tokenizer, find_tokenizer
 from prepare.audit import add, empty_audit, finished, judge, measure, tally, waterfall
 from prepare.corpus import build_corpus
 from prepare.dedup import PARAGRAPH_BREAK, MinHash, paragraph_hashes, repeated, representatives, text_hash
@@ -335,18 +335,18 @@ def write_documents(done, config, folder, audit):
 # Token shards
 
 def write_tokens(config, tokenizer, key, audit):
-    """docs/ -> tokens/: every document as BOS text EOS. index.json comes last and makes the shards valid."""
+    """docs/ -> tokens/: every document as BOS text EOS (text EOS without a BOS). index.json comes last and makes the shards valid."""
     folder = Path(config.data_dir) / "tokens"
-    if tokenizer.bos_id is None or tokenizer.eos_id is None:
-        refuse(f"the tokenizer in {folder.parent / 'tokenizer'} has no BOS or no EOS token, but documents are stored "
-               "as BOS text EOS")
+    if tokenizer.eos_id is None:
+        refuse(f"the tokenizer in {folder.parent / 'tokenizer'} has no EOS token, but documents are stored as BOS text EOS")
+    before = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
     (folder / "index.json").unlink(missing_ok=True)
     splits = {}
     for split in ("train", "val"):
         writer, text_bytes = ShardWriter(folder, split, tokenizer.vocab_size, config.shard_tokens), 0
         total = sum(entry["documents"] for entry in audit["documents"] if entry["split"] == split)
         for document in progress(read_documents(config.data_dir, split), total, f"tokenising {split}"):
-            writer.add([tokenizer.bos_id, *tokenizer.encode(document["text"]), tokenizer.eos_id])
+            writer.add([*before, *tokenizer.encode(document["text"]), tokenizer.eos_id])
             text_bytes += size_of(document)
         splits[split] = entry = writer.close() | {"text_bytes": text_bytes}
         print(f"tokens/{split}: {entry['n_tokens']:,} tokens of {entry['n_docs']:,} documents", flush=True)
@@ -468,7 +468,7 @@ def prepare(config, root, paths):
                   [Path(entry["file"]).name for entry in audit["documents"]])
 
     # 4. Token shards, once there is a tokenizer.
-    if not (root / "tokenizer" / "tokenizer.json").exists():
+    if not find_tokenizer(root / "tokenizer"):
         print(f"next: {config.command('train_tokenizer.py')}\nthen: {config.command('prepare_data.py')}")
         return
     tokenizer = Tokenizer.load(root / "tokenizer")

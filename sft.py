@@ -39,7 +39,7 @@ import torch
 from engine import chat, checkpoint, parallel
 from engine.files import write_json
 from engine.hf import find_folder, lengthen, read_config, read_model
-from engine.loss import token_losses
+from engine.loss import model_losses
 from engine.monitor import Monitor, read_log
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
 from engine.run import open_run, refuse_hopeless, refuse_missing, refuse_once, save_when_due
@@ -72,6 +72,8 @@ beta2 = 0.95
 grad_clip = 1.0
 dropout = 0.0
 attention = "flash"
+loss_chunk = 0                  # so many targets' logits in memory at a time; 0: those of the whole micro-batch
+recompute = "none"              # activations in the backward pass: 'none', 'selective' or 'full', as in train.py
 # looking and saving
 show = 0                        # print this many conversations with their loss weights, and end
 eval_every = 100
@@ -162,22 +164,22 @@ def micro_batches(examples, numbers, config, pad_id, setup):
 
 # --- One step ---------------------------------------------------------------------------------------------------------
 
-def weighted_losses(model, x, y, w, setup):
+def weighted_losses(model, x, y, w, setup, chunk=0):
     """(N,) fp32: the losses of a batch's N targets, times their weights. Only these reach the model's last layer."""
     keep = w > 0                                                           # (B, T)
     with setup.autocast():
-        logits = model(x, keep=keep)                                       # (N, V)
-    return token_losses(logits, y[keep]) * w[keep]
+        _, losses = model_losses(model, x, y[keep], chunk, keep=keep)
+    return losses * w[keep]
 
 
-def forward_backward(model, batches, end_id, setup):
+def forward_backward(model, batches, end_id, setup, chunk=0):
     """Gradients of the global step's weighted mean loss, left in the parameters.
 
     -> over all ranks: loss, loss_end (of <|end|> alone), weight (of all targets), positions (padding included)"""
     weight = parallel.all_sum(sum(w.sum(dtype=torch.float64) for _, _, w in batches), setup)
     total = torch.zeros(4, dtype=torch.float64, device=setup.device)
     for x, y, w in parallel.accumulate(batches, model):
-        losses = weighted_losses(model, x, y, w, setup)
+        losses = weighted_losses(model, x, y, w, setup, chunk)
         # By the global weight, not by this micro-batch's. DDP divides by the number of ranks, hence the factor.
         (losses.sum() * setup.world / weight.float()).backward()
         losses, at_end = losses.detach().double(), y == end_id
@@ -196,7 +198,7 @@ def evaluate(model, examples, config, pad_id, setup):
     total = torch.zeros(2, dtype=torch.float64, device=setup.device)
     order = np.argsort([len(ids) for ids, _ in examples], kind="stable")
     for x, y, w in micro_batches(examples, order, config, pad_id, setup):
-        losses = weighted_losses(parallel.bare(model), x, y, w, setup)
+        losses = weighted_losses(parallel.bare(model), x, y, w, setup, config.loss_chunk)
         total += torch.stack([losses.sum().double(), w.sum().double()])
     model.train()
     loss, weight = parallel.all_sum(total, setup).tolist()
@@ -212,6 +214,8 @@ def check(config, shape, setup):
                         f"rope_scaling); found {config.max_length}")
     if config.overlong not in ("truncate", "drop"):
         problems.append(f"overlong must be 'truncate' or 'drop', found '{config.overlong}'")
+    if config.loss_chunk < 0:
+        problems.append(f"loss_chunk must not be negative, found {config.loss_chunk}")
     refuse_once(setup, *problems, *optimiser_problems(config), *shape.problems())
 
 
@@ -230,7 +234,8 @@ def main(config):
                    f"  {config.command('prepare_chat.py')}      conversations",
                    f"  {config.command('train.py')}      the model",
                    "or give your own: --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl --init_from=DIR")
-    source, settings = find_folder(source), {"attention": config.attention, "dropout": config.dropout}
+    source, settings = find_folder(source), {
+        "attention": config.attention, "dropout": config.dropout, "recompute": config.recompute}
     shape = replace(read_config(source), **settings)
     if config.rope_scaling is not None:
         shape = lengthen(shape, config.max_length or 0, config.rope_scaling, source, key="max_length")
@@ -273,7 +278,7 @@ def main(config):
               f"at most\n"
               f"run         {max_steps:,} steps of {config.batch_size} conversations, {max_steps / per_epoch:.2f} "
               f"epochs; warm-up {warmup} steps")
-    end_id = tokenizer.special("<|end|>")
+    end_id = tokenizer.special(chat.end_token(tokenizer))
     monitor = Monitor(run, setup, max_steps, state["step"], label="sft")
 
     # 5. The loop.
@@ -281,7 +286,7 @@ def main(config):
     for step in range(state["step"], max_steps):
         began, numbers = time.perf_counter(), plan_of(step // per_epoch)[step % per_epoch]
         batches = micro_batches(examples, numbers, config, tokenizer.pad_id, setup)
-        totals = forward_backward(model, batches, end_id, setup)
+        totals = forward_backward(model, batches, end_id, setup, config.loss_chunk)
         norm = clip(model.parameters(), config.grad_clip).item()
         good = math.isfinite(totals["loss"] + norm)     # the same on every rank; one NaN in Adam's moments stays there
         in_a_row = 0 if good else in_a_row + 1

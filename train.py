@@ -32,8 +32,8 @@ from engine.loss import model_losses
 from engine.monitor import Monitor, read_log
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
 from engine.run import open_run, refuse_hopeless, refuse_missing, refuse_once, save_when_due
-from engine.shards import TokenData, batch, n_blocks, step_blocks
-from engine.tokenizer import Tokenizer
+from engine.shards import TokenData, batch, begins_of, n_blocks, step_blocks
+from engine.tokenizer import Tokenizer, find_tokenizer
 from model import Llama, ModelConfig
 
 # data and folders
@@ -100,7 +100,7 @@ def open_data(config, setup):
     data = Path(config.data_dir)
     prepare, tokenize = config.command("prepare_data.py"), config.command("train_tokenizer.py")
     prepare += "" if config.files else " --inputs='CRAWL/*.warc.gz'"           # a config file says what is read
-    wanted = {data / "tokenizer/tokenizer.json": "tokenizer", data / "tokens/index.json": "token shards"}
+    wanted = {find_tokenizer(data / "tokenizer") or data / "tokenizer/tokenizer.json": "tokenizer", data / "tokens/index.json": "token shards"}
     refuse_missing(setup, wanted, "Make them with these two commands (for archives of yours, prepare_data.py is told "
                    "--inputs='CRAWL/*.warc.gz'):",
                    f"  {prepare} && {tokenize}      documents, then a tokenizer trained on them",
@@ -119,11 +119,10 @@ def shape_of(config, tokenizer, source=None):
     if source is None:
         return ModelConfig(**{**asked, "vocab_size": config.vocab_size or tokenizer.vocab_size})
     theirs = replace(read_config(source), dropout=config.dropout, attention=config.attention,
-                     recompute=config.recompute)
+                     recompute=config.recompute, separate_documents=config.separate_documents)
     wrong = [f"{key} = {value}, but {config.init_from} has {getattr(theirs, key)}" for key, value in asked.items()
              if value not in (getattr(theirs, key), config.default(key)) and key not in ("block_size", "rope_scaling")]
-    # A folder without a tokenizer.json is of another kind (SentencePiece): whether it fits is for the user to know.
-    if (source / "tokenizer.json").exists() and (found := Tokenizer.load(source).hash) != tokenizer.hash:
+    if find_tokenizer(source) and (found := Tokenizer.load(source).hash) != tokenizer.hash:
         wrong.append(f"{config.init_from} was trained with the tokenizer {found[:8]}, {config.data_dir} encoded with "
                      f"{tokenizer.hash[:8]}: the same id is another token. Encode the documents with the model's: "
                      f"put its files into {config.data_dir}/tokenizer and run {config.command('prepare_data.py')}")
@@ -147,6 +146,8 @@ def check(config, shape, tokenizer, train, setup):
     problems += optimiser_problems(config)
     if config.separate_documents and shape.sliding_window:
         problems.append(f"separate_documents does not go with sliding_window = {shape.sliding_window}: its mask has no window")
+    if config.separate_documents and (shape.rope_scaling or {}).get("rope_type") == "longrope":
+        problems.append("separate_documents does not go with longrope, which turns all documents of a row alike")
     if not problems:
         # A process that has fewer sequences in a step than a micro-batch may hold takes them in one.
         micro = min(config.micro_batch_size, max(1, config.batch_tokens // (config.block_size * setup.world)))
@@ -170,7 +171,8 @@ def load(data, blocks, config, setup):
 def sums(losses, inputs, targets, weights, tokenizer):
     """What a step adds up, in float64 so that the order of adding does not show: (9,): the weighted loss, then for each of
     KINDS the sum of its losses, then for each how many. BOS has weight 0 but is counted; padding is in none of them."""
-    eos, bos, first = targets == tokenizer.eos_id, targets == tokenizer.bos_id, inputs == tokenizer.bos_id
+    bos_id = -1 if tokenizer.bos_id is None else tokenizer.bos_id
+    eos, bos, first = targets == tokenizer.eos_id, targets == bos_id, inputs == bos_id
     kinds = torch.stack([~(eos | bos | first), eos, bos, first & ~(eos | bos)])           # (4, B, T) bool
     kinds &= (weights > 0) | bos
     losses = losses.detach().double()
@@ -178,8 +180,8 @@ def sums(losses, inputs, targets, weights, tokenizer):
 
 
 def losses_of(model, x, y, config, tokenizer):
-    """model_losses with what the config asks for. Documents are `BOS text EOS`."""
-    begins = x == tokenizer.bos_id if config.separate_documents else None
+    """model_losses with what the config asks for."""
+    begins = begins_of(x, tokenizer) if config.separate_documents else None
     return model_losses(model, x, y, config.loss_chunk, config.z_loss, begins=begins)
 
 

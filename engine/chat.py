@@ -29,7 +29,6 @@ from pathlib import Path
 
 from configurator import refuse
 from engine.files import printable
-from engine.tokenizer import valid_unicode
 
 ROLES = ("system", "user", "assistant")
 CHAT_TOKENS = (*(f"<|{role}|>" for role in ROLES), "<|end|>")
@@ -40,6 +39,7 @@ FORMS = {
     "<|end|>": (("<|{role}|>",), "", "", True),
     "<|im_end|>": (("<|im_start|>",), "{role}\n", "\n", False),                                           # ChatML
     "<|eot_id|>": (("<|start_header_id|>", "{role}", "<|end_header_id|>"), "\n\n", "", True),             # Llama 3
+    "</s>": ((), "<|{role}|>\n", "\n", True),                                                # Zephyr, TinyLlama's chat
 }
 MOST_REPORTED = 50          # bad lines that are printed one by one
 
@@ -54,12 +54,15 @@ def render(tokenizer, messages, open_assistant=False):
     weights with them.) open_assistant: end with <|assistant|>, so that the model's turn is next.
     """
     missing = [name for name in CHAT_TOKENS if name not in tokenizer.specials]
-    end = next((end for end in FORMS if end in tokenizer.specials and (end != "<|end|>" or not missing)), None)
+    end = end_token(tokenizer)
+    if end == "</s>" and any(b"[INST]" in content for name, content in tokenizer.files.items() if "tokenizer.json" != name):
+        refuse("this model's conversations are in the form [INST] ... [/INST] (Llama 2's and Mistral's chat models), which "
+               "is not written here: in another form it would answer worse. Its base model can be taken, or --prompt.")
     roles = ["bos"] * (end is None or FORMS[end][3]) + ["pad"] * (end is None or not open_assistant)
     lacking = [*(missing if end is None else []), *(role for role in roles if getattr(tokenizer, f"{role}_id") is None)]
     if lacking:
         refuse(f"this tokenizer has no {', '.join(lacking)}: conversations can not be written with it. Use a model "
-               "whose tokenizer comes from train_tokenizer.py, or is that of a chat model in ChatML or Llama 3's form.")
+               "whose tokenizer comes from train_tokenizer.py, or is in the form of ChatML, Llama 3 or Zephyr.")
     before, begin, behind, bos = FORMS[end]
 
     def opening(role):
@@ -68,10 +71,11 @@ def render(tokenizer, messages, open_assistant=False):
         ids = [[tokenizer.specials[part]] if part in tokenizer.specials else tokenizer.encode(part) for part in parts]
         return sum(ids, []), begin.format(role=role)
 
-    ids = [tokenizer.bos_id] if bos else []
+    ids, carried = [tokenizer.bos_id] if bos else [], ""
     weights = [0.0] * len(ids)
     for message in messages:
         head, lead = opening(message["role"])
+        lead = carried + lead
         # The text is encoded together with what it begins with, as the model has seen it.
         content = tokenizer.encode(lead + message["content"])
         weight = message.get("weight", 1.0) if message["role"] == "assistant" else 0.0
@@ -82,22 +86,30 @@ def render(tokenizer, messages, open_assistant=False):
             of_content = _span_weights(tokenizer, content, lead + message["content"], spans)
         else:
             of_content = [trained] * len(content)
-        after = tokenizer.encode(behind)
+        # Where no token opens a message, what is behind an end and the next message's beginning are one text.
+        after, carried = (tokenizer.encode(behind), "") if before else ([], behind)
         ids += [*head, *content, tokenizer.specials[end], *after]
         weights += [*[0.0] * len(head), *of_content, trained, *[0.0] * len(after)]
-    if open_assistant:
-        head, lead = opening("assistant")
-        ids += head + tokenizer.encode(lead)
-        weights += [0.0] * (len(ids) - len(weights))
-    return ids, weights
+    head, lead = opening("assistant") if open_assistant else ([], "")
+    ids += head + tokenizer.encode(carried + lead)
+    return ids, weights + [0.0] * (len(ids) - len(weights))
+
+
+def end_token(tokenizer):
+    """The special token that ends a message, the first of FORMS that the tokenizer can write; None without one."""
+    ours = all(name in tokenizer.specials for name in CHAT_TOKENS)
+    return next((end for end in FORMS if end in tokenizer.specials and (end != "<|end|>" or ours)), None)
 
 
 def _span_weights(tokenizer, ids, text, spans):
     """The weight of each token of a text: the highest weight among the characters that the token has bytes of."""
-    by_character = [1.0] * len(text)
-    for start, end, weight in spans:
-        by_character[start:end] = [float(weight)] * (end - start)
-    by_byte = [weight for char, weight in zip(text, by_character) for _ in valid_unicode(char).encode()]
+    clean = tokenizer.clean(text)
+    by_character = [1.0] * len(clean)
+    for span in spans:
+        start, end = (len(tokenizer.clean(text[:place])) for place in span[:2])
+        by_character[start:end] = [float(span[2])] * (end - start)
+    by_byte = [weight for char, weight in zip(clean, by_character) for _ in char.encode()]
+    by_byte[:0] = by_byte[:1] * len(tokenizer.prefix)
     weights, at = [], 0
     for id in ids:
         size = len(tokenizer.token_bytes[id])

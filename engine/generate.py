@@ -40,7 +40,9 @@ def generate(model, prompts, max_new_tokens, stop_ids, temperature=1.0, top_k=0,
     context, head = model.config.block_size, model.lm_head.weight
     prompts = [prompt[-(context - 1):] for prompt in prompts]
     limits = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]       # new tokens of each, at most
-    streams = [TextStream(tokenizer, stop_strings) for _ in prompts] if stop_strings or on_text else []
+    # Behind a special token a text begins, behind other tokens it goes on.
+    begins = [tokenizer is not None and not tokenizer.token_bytes[prompt[-1]] for prompt in prompts]
+    streams = [TextStream(tokenizer, stop_strings, first) for first in begins] if stop_strings or on_text else []
     choose = partial(pick, temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty,
                      generator=torch.Generator(device=head.device).manual_seed(seed))
     was_training = model.training
@@ -59,7 +61,7 @@ def generate(model, prompts, max_new_tokens, stop_ids, temperature=1.0, top_k=0,
         if streams and (rest := streams[row].finish()) and on_text:
             on_text(row, rest)
         if tokenizer:
-            out.texts.append(streams[row].text if streams else tokenizer.decode(ids))
+            out.texts.append(streams[row].text if streams else tokenizer.decode(ids, begins=begins[row]))
     return out
 
 
@@ -79,7 +81,7 @@ def _continue(model, prompts, limits, stop_ids, choose, streams, on_text, keep_s
         mask = torch.arange(longest, device=device) >= torch.tensor(padding, device=device)[:, None]
     cache = KVCache(model.config, rows, room(longest + most, compile), device, dtype)
     cache.max_length = longest + most       # and not all of its room: RoPE may ask how long rows can become
-    hidden = model.hidden(prompt_ids, mask, cache)[:, -1]                  # (rows, C): only the last position is scored
+    hidden = model.model(prompt_ids, mask, cache)[:, -1]                  # (rows, C): only the last position is scored
     decoder = Decoder(model, cache, padding, dtype, compile)
     logits = decoder.scores(hidden.t())                                    # (rows, V)
 
@@ -163,16 +165,20 @@ def pick(logits, temperature, top_k, top_p, generator, repetition_penalty=1.0, s
 
 class TextStream:
     """The text of tokens as they come: whole characters only (a token may be half of one), nothing that may yet become
-    a stop string, and nothing from a stop string on."""
+    a stop string, and nothing from a stop string on. begins: as in Tokenizer.decode."""
 
-    def __init__(self, tokenizer, stop_strings=()):
+    def __init__(self, tokenizer, stop_strings=(), begins=False):
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
+        self.prefix = tokenizer.prefix if begins else ""
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.text, self.held, self.stopped = "", "", False
 
     def feed(self, token):
         """-> the text that can be shown now"""
-        return self._take(self.utf8.decode(self.tokenizer.decode_bytes([token])))
+        text = self.utf8.decode(self.tokenizer.decode_bytes([token]))
+        if text and self.prefix:
+            text, self.prefix = text.removeprefix(self.prefix), ""
+        return self._take(text)
 
     def finish(self):
         """-> the rest, when no token comes any more"""

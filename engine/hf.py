@@ -33,10 +33,10 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 NAMES = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
          "n_kv_head": "num_key_value_heads", "n_embd": "hidden_size", "n_inner": "intermediate_size",
          "block_size": "max_position_embeddings", "rope_theta": "rope_theta", "norm_eps": "rms_norm_eps",
-         "tie_embeddings": "tie_word_embeddings", "head_dim": "head_dim"}
+         "tie_embeddings": "tie_word_embeddings", "head_dim": "head_dim", "separate_documents": "separate_documents"}
 # Those without which a folder means what we take: as many key heads as heads (Llama and Phi only), theta 10000, untied,
 # heads of the quotient's width.
-OPTIONAL = {"num_key_value_heads", "rope_theta", "tie_word_embeddings", "head_dim"}
+OPTIONAL = {"num_key_value_heads", "rope_theta", "tie_word_embeddings", "head_dim", "separate_documents"}
 
 # Keys that change nothing in what is computed, or that read_config reads by name. Any other one that is set is refused.
 HARMLESS = {"_attn_implementation", "_name_or_path", "architectures", "attn_implementation", "auto_map", "bos_token_id",
@@ -46,6 +46,15 @@ HARMLESS = {"_attn_implementation", "_name_or_path", "architectures", "attn_impl
             "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache"}
 READ = {"layer_types", ORIGINAL, "rope_parameters", "rope_scaling", "sliding_window", "use_sliding_window"}
 FIXED = {"hidden_act": "silu", "partial_rotary_factor": 1}                    # the one value that is computed
+
+# How RoPE may be stretched beyond the context that a model was trained on, with what each way must be told and what it
+# may be told beside that. Names and meanings are those of rope_scaling in Hugging Face's config.json.
+SCALINGS = {
+    "linear": ({"factor"}, set()),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor", ORIGINAL}, set()),
+    "yarn": ({"factor", ORIGINAL}, {"beta_fast", "beta_slow", "attention_factor"}),
+    "longrope": ({"factor", "short_factor", "long_factor", ORIGINAL}, {"attention_factor"}),
+}
 
 # Matrices that Phi-3 stores as one, row under row.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -129,7 +138,8 @@ def read_config(folder):
         if family == "qwen3":
             values.setdefault("head_dim", 128)                             # not the quotient, where it is not named
         config = ModelConfig(**values, qkv_bias=family == "qwen2", qk_norm=family == "qwen3", family=family)
-        problems += config.problems() or inexpressible(config)
+        wrong = config.problems() + scaling_problems(config.rope_scaling, config.head_dim)
+        problems += wrong or inexpressible(config)
     refuse(*(f"{path}: {problem}" for problem in broken + problems))
     return config
 
@@ -201,7 +211,8 @@ def inexpressible(config):
     if family not in FAMILIES:
         return [f"family must be one of {', '.join(FAMILIES)}, found {family!r}"]
     kind = (config.rope_scaling or {}).get("rope_type")
-    return [f"{what} can not be said in a config.json of the family {family!r}" for what, wrong in {
+    found = scaling_problems(config.rope_scaling, config.head_dim)
+    return found + [f"{what} can not be said in a config.json of the family {family!r}" for what, wrong in {
         f"qkv_bias = {config.qkv_bias}": config.qkv_bias != (family == "qwen2"),
         f"qk_norm = {config.qk_norm}": config.qk_norm != (family == "qwen3"),
         f"sliding_window = {config.sliding_window}": config.sliding_window and family == "llama",
@@ -211,6 +222,29 @@ def inexpressible(config):
             family == "phi3" and config.head_dim * config.n_head != config.n_embd,
         f"rope_scaling {kind!r}": family == "phi3" and kind not in (None, "longrope"),
     }.items() if wrong]
+
+
+def scaling_problems(scaling, head_dim):
+    """What is wrong with a rope_scaling, a sentence each."""
+    if scaling is None:
+        return []
+    kind = scaling.get("rope_type")
+    if kind not in SCALINGS:
+        return [f"rope_scaling: rope_type must be one of {', '.join(SCALINGS)}, found {kind!r}"]
+    needs, may = SCALINGS[kind]
+    found = [f"rope_scaling: {kind} needs {name}" for name in sorted(needs - scaling.keys())]
+    for name in sorted(scaling.keys() - {"rope_type"}):
+        value, per_pair = scaling[name], name in ("short_factor", "long_factor")
+        numbers = value if per_pair and isinstance(value, list) else [value]
+        if name not in needs | may:
+            found.append(f"rope_scaling: {kind} with {name} = {value!r} is not supported")
+        elif not all(type(number) in (int, float) and number > 0 for number in numbers):
+            found.append(f"rope_scaling: {name} must be above 0, found {value!r}")
+        elif per_pair and len(numbers) != head_dim // 2:
+            found.append(f"rope_scaling: {name} must be head_dim / 2 = {head_dim // 2} numbers, found {value!r}")
+    if not found and kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        found.append(f"rope_scaling: low_freq_factor must be below high_freq_factor, found {scaling}")
+    return found
 
 
 def lengthen(shape, length, scaling, source, key="block_size"):
@@ -223,7 +257,7 @@ def lengthen(shape, length, scaling, source, key="block_size"):
     if scaling is None:
         if length > context:
             refuse(f"{key} = {length} is beyond the max_position_embeddings = {context} of {source}. Take "
-                   f"{context} or less, or choose a scaling (SCALINGS in model.py), e.g. "
+                   f"{context} or less, or choose a scaling (SCALINGS in engine/hf.py), e.g. "
                    f"--rope_scaling=\"{{'rope_type': 'yarn', 'factor': {-(-length // context)}.0}}\"")
         return shape
     original = scaling.get(ORIGINAL) or (shape.rope_scaling or {}).get(ORIGINAL, context)

@@ -277,3 +277,13 @@ def batch(data, block_ids, block_size):
     targets = ids[:, 1:]
     weights = (real[:, 1:] & (targets != data.bos_id)).astype(np.float32)
     return ids[:, :-1].copy(), targets.copy(), weights
+
+
+def begins_of(ids, tokenizer):
+    """Where in rows of tokens, a tensor (B, T), a document begins, (B, T) bool: at its BOS; behind an EOS where the
+    tokenizer has no BOS, as Qwen's, and documents are `text EOS`."""
+    if tokenizer.bos_id is not None:
+        return ids == tokenizer.bos_id
+    begins = ids.new_zeros(ids.shape, dtype=bool)
+    begins[:, 1:] = ids[:, :-1] == tokenizer.eos_id
+    return begins

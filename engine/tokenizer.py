@@ -1,5 +1,6 @@
 """
-Byte-level BPE, in use: text to token ids and back. (The training stands in train_tokenizer.py.)
+Byte-level BPE, in use: text to token ids and back. (The training stands in train_tokenizer.py.) Other models' too:
+SentencePiece's pieces stand in engine/pieces.py.
 
 A tokenizer is four things, and nothing else decides an id:
 
@@ -19,12 +20,15 @@ import base64
 import hashlib
 import json
 import re
+import unicodedata
 from pathlib import Path
 
 import regex
 import tiktoken
+from sentencepiece import SentencePieceProcessor
 
 from configurator import refuse
+from engine import pieces
 from engine.files import read_json, write_atomic, write_json
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -36,6 +40,8 @@ SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|
 # form means the same everywhere.
 PATTERNS = {
     "gpt4": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+            r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
             r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
 }
@@ -63,9 +69,11 @@ CHAT_TEMPLATE = (
 
 
 # What a folder of Hugging Face's has of a tokenizer. Read from one, they are written back as they are.
-FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",
+SOURCES = ("tokenizer.json", "tokenizer.model")          # either is enough
+FILES = (*SOURCES, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",
          "added_tokens.json", "vocab.json", "merges.txt")
 
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")                                # of its added tokens
 UNUSED = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")     # of Hugging Face's BPE
 
 # Where a pattern finds all of this, it passes over nothing.
@@ -101,23 +109,38 @@ class Tokenizer:
     specials  dict name -> id (not inside the ranks)
     merges    list of (left id, right id) in the order of training; empty where it is not known
     roles     which special is 'bos', 'eos', 'pad' (a dict of names)
+    words     dict name -> id of further tokens that are no specials: a text that has the name has the token (Qwen)
+    nfc       whether text is brought into Unicode's normal form C first: decode(encode(text)) is that form of it
+    model     the content of a SentencePiece tokenizer.model, in place of a pattern; ranks are the bytes of its pieces
     """
 
-    def __init__(self, ranks, pattern, specials, merges=(), roles=None):
+    def __init__(self, ranks, pattern, specials, merges=(), roles=None, words=None, nfc=False, model=None):
         self.ranks, self.pattern, self.specials, self.merges = ranks, pattern, specials, list(merges)
+        self.words, self.nfc, self.model = words or {}, nfc, model
         self.roles = roles or {role: f"<|{role}|>" for role in ("bos", "eos", "pad")}
-        self.vocab_size = max([len(ranks) - 1, *specials.values()]) + 1
+        self.vocab_size = max([len(ranks) - 1, *specials.values(), *self.words.values()]) + 1
         self.bos_id, self.eos_id, self.pad_id = (specials.get(self.roles[role]) for role in ("bos", "eos", "pad"))
         self.files = {}         # name -> content, where it was read from a folder
         # Bytes of each id; none for specials, so that len(token_bytes[id]) counts what a token adds to a text.
         self.token_bytes = ranks + [b""] * (self.vocab_size - len(ranks))
+        for word, id in self.words.items():
+            self.token_bytes[id] = word.encode()
+        longest_first = sorted(self.words, key=len, reverse=True)
+        self._words = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if words else None
         self._names = {id: name.encode() for name, id in specials.items()}
         # The specials must be known to tiktoken (an Encoding without any is a quarter slower), but encode_ordinary, the
         # only entry that we use, never produces them.
-        rank_of = {token: rank for rank, token in enumerate(ranks)}
-        self.engine = tiktoken.Encoding("teardown", pat_str=pattern, mergeable_ranks=rank_of, special_tokens=specials)
-        head = {"format": 1, "pattern": pattern, "specials": sorted(specials.items()), "normalizer": None}
-        parts = [json.dumps(head).encode(), *ranks]                    # with lengths: [b"ab"] is not [b"a", b"b"]
+        if model is None:
+            rank_of = {token: rank for rank, token in enumerate(ranks)}
+            self.engine = tiktoken.Encoding("teardown", pat_str=pattern, mergeable_ranks=rank_of, special_tokens=specials)
+        else:
+            self.engine = SentencePieceProcessor(model_proto=model)
+        # What encode puts before every text, and decode takes away.
+        self.prefix = " " if model and self.engine.normalize("a") != "a" else ""
+        head = {"format": 1, "pattern": pattern, "specials": sorted(specials.items()),
+                "normalizer": "NFC" if nfc else None, **({"words": sorted(self.words.items())} if words else {})}
+        # With lengths: [b"ab"] is not [b"a", b"b"].
+        parts = [json.dumps(head).encode(), *ranks, *([model] if model else [])]
         self.hash = hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts)).hexdigest()
 
     def special(self, name):
@@ -129,12 +152,29 @@ class Tokenizer:
     def encode(self, text):
         """
         -> list of int. Adds no BOS or EOS, and never makes a special token: "<|eos|>" in a text is seven ordinary
-        tokens. Lone surrogates count as U+FFFD; otherwise decode(encode(text)) == text for every text.
+        tokens. decode(encode(text)) is the text that `clean` gives; with SentencePiece, which writes it so, "\u2581"
+        comes back as a space.
         """
+        if not self.words:
+            return self._encode(self.clean(text))
+        return [id for part in self._words.split(self.clean(text))
+                for id in ([self.words[part]] if part in self.words else self._encode(part))]
+
+    def clean(self, text):
+        """The text that encode reads: with lone surrogates as U+FFFD and, where the tokenizer wants it, in NFC."""
+        text = valid_unicode(text)
+        if not self.nfc or unicodedata.is_normalized("NFC", text):
+            return text
+        parts = self._words.split(text) if self.words else [text]      # no accent reaches over a word's border
+        return "".join(unicodedata.normalize("NFC", part) for part in parts)
+
+    def _encode(self, text):
+        if self.model:
+            return self.engine.encode(text)
         if len(text) >= LONG_WHITESPACE and max(map(len, re.findall(r"\s+", text)), default=0) >= LONG_WHITESPACE:
             # The slow way round (see LONG_WHITESPACE): another regex engine cuts, tiktoken still merges.
-            pieces = regex.findall(self.pattern, valid_unicode(text))
-            return [id for piece in pieces for id in self.engine._encode_single_piece(piece)]
+            cut = regex.findall(self.pattern, text)
+            return [id for piece in cut for id in self.engine._encode_single_piece(piece)]
         return self.engine.encode_ordinary(text)
 
     # ---- ids to text
@@ -146,27 +186,32 @@ class Tokenizer:
         names = {} if skip_special else self._names
         return b"".join([names.get(id) or self.token_bytes[id] for id in map(int, ids) if id < self.vocab_size])
 
-    def decode(self, ids, skip_special=True):
-        """Text; bytes that are not UTF-8 (half a character, say) come out as U+FFFD."""
-        return self.decode_bytes(ids, skip_special).decode("utf-8", "replace")
+    def decode(self, ids, skip_special=True, begins=True):
+        """Text; bytes that are not UTF-8 (half a character, say) come out as U+FFFD. begins: a text begins with them,
+        so what encode has put before it is taken away."""
+        text = self.decode_bytes(ids, skip_special).decode("utf-8", "replace")
+        return text.removeprefix(self.prefix) if begins else text
 
     # ---- files
 
     @classmethod
     def load(cls, path):
         """
-        A folder with tokenizer.json, that file itself, or a rank file (.tiktoken, or GPT-2's .bpe) of a known name.
-        Refuses a file whose tokens it could not reproduce, with the reason.
+        A folder with tokenizer.json or tokenizer.model (SentencePiece), such a file itself, or a rank file (.tiktoken,
+        or GPT-2's .bpe) of a known name. In a folder with both tokenizer.json is read, as transformers does. Refuses a file whose tokens it could not reproduce, with the reason.
         """
         path = Path(path)
         if path.suffix in (".tiktoken", ".bpe"):
             return _from_rank_file(path)
-        file = path / "tokenizer.json" if path.suffix != ".json" else path
+        is_file = path.suffix == ".json" or ".model" in path.suffixes
+        file = path if is_file else find_tokenizer(path) or path / "tokenizer.json"
         if not file.is_file():
             refuse(f"{file} does not exist; python train_tokenizer.py makes one (with the config file of this run).")
-        tokenizer = _from_json(file)
-        if path.suffix != ".json":
+        tokenizer = _from_json(file) if file.suffix == ".json" else _from_pieces(file, file.read_bytes())
+        if not is_file:
             tokenizer.files = {name: (path / name).read_bytes() for name in FILES if (path / name).is_file()}
+        elif tokenizer.model:
+            tokenizer.files = {SOURCES[file.suffix != ".json"]: file.read_bytes()}
         return tokenizer
 
     def save(self, folder):
@@ -179,12 +224,12 @@ class Tokenizer:
             return
         chars = [bytes_to_chars(token) for token in self.ranks]
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        specials = sorted(self.specials.items(), key=lambda item: item[1])
+        added = sorted({**self.specials, **self.words}.items(), key=lambda item: item[1])
         # No format_version of ours: tokenizers refuses the file when it meets an unknown key.
         content = {
             "version": "1.0", "truncation": None, "padding": None,
-            "added_tokens": [{"id": id, "content": name, **flags} for name, id in specials],
-            "normalizer": None,
+            "added_tokens": [{"id": id, "content": name, **flags, "special": name in self.specials} for name, id in added],
+            "normalizer": {"type": "NFC"} if self.nfc else None,
             "pre_tokenizer": _pre_tokenizer(self.pattern),
             "post_processor": None,
             "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
@@ -213,6 +258,11 @@ class Tokenizer:
         write_atomic(file, b"".join(lines))
 
 
+def find_tokenizer(folder):
+    """The file that a folder's tokenizer is read from; None when there is none."""
+    return next((Path(folder) / name for name in SOURCES if (Path(folder) / name).is_file()), None)
+
+
 def _pre_tokenizer(pattern):
     return {"type": "Sequence", "pretokenizers": [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
@@ -221,26 +271,31 @@ def _pre_tokenizer(pattern):
 
 
 def _from_json(file):
-    """Hugging Face's tokenizer.json, when it is a byte-level BPE that we can reproduce exactly."""
+    """Hugging Face's tokenizer.json, when it is a BPE that we can reproduce exactly: byte-level, or SentencePiece's."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
+        if data["model"].get("byte_fallback") and data["model"].get("type") == "BPE":
+            content, reasons = pieces.written(data)
+            return _from_pieces(file, content, reasons, {token["content"]: token["id"] for token in data["added_tokens"]})
         model, vocab, added = data["model"], data["model"]["vocab"], data.get("added_tokens", [])
         pattern = data["pre_tokenizer"].get("pretokenizers", [{}])[0].get("pattern", {}).get("Regex", "")
+        for step in data["pre_tokenizer"].get("pretokenizers", []):
+            step.update({"trim_offsets": True} if "trim_offsets" in step else {})      # not about ids
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
         made = [vocab[left + right] for left, right in pairs]
         ids = [*vocab.values(), *(token["id"] for token in added)]
         ranks = [chars_to_bytes(token) for token in sorted(vocab, key=vocab.get)]
         reasons = {
             f"the model is {model.get('type')}, not BPE": model.get("type", "BPE") != "BPE",
-            "text is normalised first, so decode(encode(text)) is not the text": data.get("normalizer"),
-            "the model has unknown tokens, affixes, dropout or byte_fallback":
-                any(model.get(key) for key in (*UNUSED, "byte_fallback")),
+            "text is changed first, and not into NFC": data.get("normalizer") not in (None, {"type": "NFC"}),
+            "the model has unknown tokens, affixes or dropout": any(model.get(key) for key in UNUSED),
             "the pre_tokenizer is not Split(Regex, Isolated) and ByteLevel without prefix space":
                 data["pre_tokenizer"] != _pre_tokenizer(pattern),
             "the pattern has a possessive count, like {1,3}+, which engines read differently":
                 re.search(r"\{\d*,?\d*\}\+", pattern),
             "the pattern passes over some characters, which would be lost": regex.sub(pattern, "", SAMPLE),
-            "there are added tokens that are matched in ordinary text": not all(token["special"] for token in added),
+            "there are added tokens that are matched in ordinary text in a way of their own":
+                any(not token["special"] and any(token.get(flag) for flag in FLAGS) for token in added),
             "two tokens have one id": len(set(ids)) < len(ids),
             "the vocabulary's ids are not 0, 1, 2, ... without a gap": max(vocab.values()) >= len(vocab),
             "not all of the 256 bytes are tokens": sum(len(token) == 1 for token in ranks) < 256,
@@ -248,17 +303,49 @@ def _from_json(file):
                 not model.get("ignore_merges") and made != list(range(256, len(vocab))),
         }
         merges = [(vocab[left], vocab[right]) for left, right in pairs]
-        specials = {token["content"]: token["id"] for token in added}
+        specials, words = ({token["content"]: token["id"] for token in added if token["special"] is special}
+                           for special in (True, False))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, regex.error) as error:
         refuse(f"{file} is not the whole tokenizer.json of a byte-level BPE ({type(error).__name__}: {error}).")
     if wrong := [reason for reason, holds in reasons.items() if holds]:
         refuse(*(f"{file}: {reason}. Its tokens could not be reproduced exactly." for reason in wrong))
+    return Tokenizer(ranks, pattern, specials, merges, _roles(file), words, nfc=data.get("normalizer") is not None)
+
+
+def _roles(file, **defaults):
+    """{role: name of its token, or None}, as the tokenizer_config.json beside the file has it."""
     config = read_json(file.with_name("tokenizer_config.json"), {})
-    roles = {}
-    for role in ("bos", "eos", "pad"):
-        name = config.get(f"{role}_token", f"<|{role}|>")
-        roles[role] = name["content"] if isinstance(name, dict) else name      # so written by older transformers
-    return Tokenizer(ranks, pattern, specials, merges, roles)
+    names = {role: config.get(f"{role}_token", defaults.get(role, f"<|{role}|>")) for role in ("bos", "eos", "pad")}
+    # An object where older transformers wrote it.
+    return {role: name["content"] if isinstance(name, dict) else name for role, name in names.items()}
+
+
+def _from_pieces(file, content, reasons=None, added=None):
+    """A tokenizer of SentencePiece's pieces; content: of a tokenizer.model. added: what stands behind them, in a folder
+    with tokenizer.model alone read from what lies beside it."""
+    try:
+        engine = SentencePieceProcessor(model_proto=content)
+    except RuntimeError as error:
+        refuse(*(f"{file}: {reason}." for reason, holds in (reasons or {}).items() if holds),
+               f"{file} is not a SentencePiece model ({str(error).splitlines()[0]}).")
+    ranks, specials, more = pieces.described(engine)
+    if added is None:
+        config = read_json(file.with_name("tokenizer_config.json"), {})
+        added = {**read_json(file.with_name("added_tokens.json"), {}),
+                 **{token["content"]: int(id) for id, token in config.get("added_tokens_decoder", {}).items()}}
+    specials = {**specials, **added}
+    for id in added.values():
+        if id < len(ranks):
+            ranks[id] = b""
+    wrong = [reason for reason, holds in {**(reasons or {}), **more}.items() if holds]
+    wrong += [f"text becomes the special token {name!r}" for name, id in specials.items() if id in engine.encode(name)]
+    refuse(*(f"{file}: {reason}. Its tokens could not be reproduced exactly." for reason in wrong))
+    name_of = {id: name for name, id in specials.items()}
+    unknown = name_of[engine.unk_id()]
+    roles = _roles(file, bos=name_of.get(engine.bos_id()), eos=name_of.get(engine.eos_id()))
+    # With all bytes in it nothing is unknown: where there is no padding, that token is free to be it.
+    roles["pad"] = roles["pad"] if roles["pad"] in specials else unknown
+    return Tokenizer(ranks, None, specials, roles=roles, model=content)
 
 
 def _from_rank_file(path):
@@ -266,9 +353,9 @@ def _from_rank_file(path):
     A vocabulary to compare with: GPT-2's vocab.bpe (one merge a line, behind the 256 bytes) or tiktoken's lines of
     base64 and rank. Such a file says neither its pattern nor its special tokens, so both come from its name.
     """
-    pattern = {"gpt2": "gpt2", "cl100k": "gpt4"}.get(re.split(r"[_.]", path.name)[0])
+    pattern = {"gpt2": "gpt2", "cl100k": "gpt4", "qwen": "qwen"}.get(re.split(r"[_.]", path.name)[0])
     if pattern is None:
-        refuse(f"{path}: a rank file does not say how text is cut; known by their names are gpt2 and cl100k.")
+        refuse(f"{path}: a rank file does not say how text is cut; known by their names are gpt2, cl100k and qwen.")
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:

@@ -39,6 +39,20 @@ def test_every_token_is_scored_once_with_the_context_that_is_promised(n, stride)
         assert nats[position] == pytest.approx(expected.item(), abs=1e-5)
 
 
+def test_documents_are_apart_where_the_model_was_trained_so():
+    tokenizer, rng = byte_tokenizer(), random.Random(0)
+    model = small_llama(block_size=32, separate_documents=True)
+    ids = np.array([token for length in (9, 30, 1, 70) for token in [tokenizer.bos_id, *rng.choices(range(256), k=length)]])
+    nats = evaluate.token_nats(model, ids, config_of(), ALONE, tokenizer)
+    for position in range(len(ids) - 1):
+        start = 0 if position < 32 else 16 * math.ceil((position - 31) / 16)
+        start = max(start, max(np.flatnonzero(ids[:position + 1] == tokenizer.bos_id)))
+        alone = torch.from_numpy(ids[start:position + 2])[None]
+        with torch.no_grad():
+            expected = token_losses(model(alone[:, :-1]), alone[:, 1:])[0, -1]
+        assert nats[position] == pytest.approx(expected.item(), abs=1e-5)
+
+
 def test_bits_per_byte_by_hand():
     tokenizer = byte_tokenizer()
     text = "old line\nnew ñ\n\nold line\n"

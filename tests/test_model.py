@@ -11,7 +11,7 @@ import torch
 
 from small import ROOT, config_shape
 from engine.hf import mismatches
-from model import KVCache, Llama, ModelConfig, RMSNorm, ScalarModel, attend
+from model import KVCache, Llama, ModelConfig, RMSNorm, ScalarModel, apart, attend
 
 SMALL = dict(vocab_size=211, n_layer=3, n_head=4, n_embd=64, n_inner=96, block_size=256)
 
@@ -143,6 +143,7 @@ def test_initialisation():
             assert abs(p.std().item() / expected - 1) < 0.03, name
     again = dict(Llama(config).init_weights(7).named_parameters())
     assert all(torch.equal(p, again[name]) for name, p in model.named_parameters())
+    assert not torch.equal(model.lm_head.weight, Llama(config).init_weights(8).lm_head.weight)
     # A parameter's bits depend on its name and the seed only, not on what else the model has.
     assert not torch.equal(again["model.layers.5.mlp.up_proj.weight"], again["model.layers.6.mlp.up_proj.weight"])
     shallow = dict(Llama(ModelConfig(**{**vars(config), "n_layer": 12, "vocab_size": 300})).init_weights(7).named_parameters())
@@ -233,6 +234,7 @@ def test_documents_in_a_row_are_as_if_each_were_alone(short, attention, monkeypa
     ids, weights = torch.randint(0, 211, (3, 50)), torch.randn(3, 50, 211)
     begins = torch.zeros(3, 50, dtype=torch.bool)
     begins[0, [0, 1, 17, 49]], begins[1, [20]] = True, True        # the third row is one document; a row may begin in the middle
+    assert apart(begins)[0][:, [0, 1, 16, 17, 20, 49]].tolist() == [[0, 0, 15, 0, 3, 0], [0, 1, 16, 17, 0, 29], [0, 1, 16, 17, 20, 49]]
     logits = model(ids, begins=begins)
     (logits * weights).sum().backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters()}

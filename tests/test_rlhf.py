@@ -40,7 +40,7 @@ def sharp_policy(words, seed=0):
     policy = toy.model(words, seed, sharpness=4.0).eval()
     with torch.no_grad():
         ids = torch.randint(words.vocab_size, (64, 16), generator=torch.Generator().manual_seed(seed))
-        usual = policy.hidden(ids).flatten(0, 1).mean(0)
+        usual = policy.model(ids).flatten(0, 1).mean(0)
         policy.lm_head.weight[words.special("<|end|>")] += 1.5 * usual / usual.square().sum()
     return policy
 
