@@ -134,6 +134,16 @@ def lock_folder(folder):
     return file
 
 
+def in_use(folder):
+    """Whether a process, on this machine or another that shares the disk, holds lock_folder's lock."""
+    try:
+        with open(Path(folder) / ".lock", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:        # BlockingIOError: it is held. Anything else: no lock, or none that can be asked for
+        return isinstance(error, BlockingIOError)
+    return False
+
+
 CONTROLS = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"                      # terminal sequences: colours, cursor, ...
     r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\)"             # ... the window's title, links, ...
