@@ -169,6 +169,10 @@ class TokenData:
             self.refuse(f"{name} {found}, expected {count * dtype.itemsize:,} bytes")
         return np.memmap(path, dtype, "r", shape=(count,))
 
+    def read_block(self, block, block_size):
+        """Its inputs and, one further, its targets: (block_size + 1,) int64; fewer at the end of the data."""
+        return self.read(int(block) * block_size, block_size + 1)
+
     def read(self, start, count):
         """(count,) int64: the tokens from position `start` on; fewer at the end of the data."""
         end = min(start + count, self.n_tokens)
@@ -236,9 +240,13 @@ def step_blocks(step, blocks_per_step, n_blocks, seed):
     Steps cut an endless stream of epochs, each a permutation of all blocks of its own: every block comes once an epoch,
     a step may lie across the edge of two, and nothing but the step's number is needed to find the place again.
     """
-    place = step * blocks_per_step + np.arange(blocks_per_step, dtype=np.int64)
-    epoch, within = np.divmod(place, n_blocks)
-    parts = []
+    return blocks_at(step * blocks_per_step + np.arange(blocks_per_step, dtype=np.int64), n_blocks, seed)
+
+
+def blocks_at(places, n_blocks, seed):
+    """The blocks at these ascending places of the endless stream: int64, of their shape. seed: a number or a text."""
+    epoch, within = np.divmod(places, n_blocks)
+    parts = [np.empty(0, dtype=np.int64)]
     for number in np.unique(epoch):
         epoch_seed = int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little")
         parts.append(permuted(within[epoch == number], n_blocks, epoch_seed))
@@ -271,7 +279,7 @@ def batch(data, block_ids, block_size):
     ids = np.full((len(block_ids), block_size + 1), data.eos_id, dtype=np.int64)
     real = np.zeros((len(block_ids), block_size + 1), dtype=bool)
     for row, block in enumerate(block_ids):
-        part = data.read(int(block) * block_size, block_size + 1)
+        part = data.read_block(block, block_size)
         ids[row, :len(part)] = part
         real[row, :len(part)] = True
     targets = ids[:, 1:]
