@@ -5,13 +5,18 @@ A run has a plan: an endless list of steps, each a set of blocks, that is a pure
 shares of a mixture and the tokens of a step. Ranks and micro-batches only slice a step. What a run must remember is how
 many steps it has done and which windows of the plan it went around (a roll-back past bad data): `plan_step`.
 """
+import contextlib
 import hashlib
+import queue
+import threading
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from configurator import refuse
-from engine.shards import TokenData, blocks_at, n_blocks
+from engine import parallel
+from engine.shards import TokenData, batch, blocks_at, n_blocks
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -76,6 +81,12 @@ class Mixture:
         """The number of the source (its name: self.names) of each of these blocks: int64, of the shape of `blocks`."""
         return np.searchsorted(self.firsts, blocks, side="right") - 1
 
+    def describe(self, blocks):
+        """In words: of each source its share and how often so many blocks of training go through it."""
+        told = [f"{name}: {share:.4g} of it, {share * blocks / size:.2f} epochs of {source.n_tokens:,} tokens"
+                for name, share, size, source in zip(self.names, self.shares, self.sizes, self.sources)]
+        return "; ".join(told)
+
     def read_block(self, block, block_size):
         source = int(self.source_of(block))
         return self.sources[source].read_block(block - int(self.firsts[source]), block_size)
@@ -110,3 +121,63 @@ def mix_problems(mix):
         if type(weight) not in (int, float) or not 0 < weight < float("inf"):
             problems.append(f"data_mix: the weight of {folder!r} must be a number above 0, found {weight!r}")
     return problems
+
+
+# --- reading ahead ---------------------------------------------------------------------------------------------------
+
+def read_ahead(data, step, last, skipped, per_step, config, setup):
+    """Yields for each step of training from `step` to the one before `last` its blocks, (per_step,) int64, and this rank's
+    share of them as micro-batches on its device: [(inputs, targets, weights), ...], each (B, T).
+
+    One thread reads the next steps meanwhile, so that between steps only the copying is left; on CUDA from pinned memory,
+    which the GPU fetches by itself. To go on elsewhere in the plan, close() this and begin another."""
+    on_cuda = setup.device.type == "cuda"
+
+    def prepare(step):
+        if on_cuda:
+            torch.cuda.set_device(setup.device)         # else this thread would open a context on the first GPU
+        blocks = data.step_blocks(plan_step(step, skipped), per_step, config.seed)
+        return blocks, [[torch.from_numpy(part).pin_memory() if on_cuda else torch.from_numpy(part)
+                         for part in batch(data, share, config.block_size)]
+                        for share in parallel.my_share(blocks, config.micro_batch_size, setup)]
+
+    with contextlib.closing(in_thread(prepare, range(step, last))) as prepared:
+        for blocks, micro_batches in prepared:
+            yield blocks, [tuple(part.to(setup.device, non_blocking=True) for part in parts) for parts in micro_batches]
+
+
+def in_thread(prepare, steps, ahead=2):
+    """Yields prepare(step) of each of `steps`, called in one thread, up to `ahead` steps before they are asked for.
+
+    What it raises, a refusal too, is raised here in its turn. The thread ends when this generator does, whether it was
+    used up, closed or forgotten, and when the main thread has ended: it never keeps a process alive."""
+    made, stop = queue.Queue(ahead), threading.Event()
+
+    def work():
+        for step in steps:
+            try:
+                item = prepare(step), None
+            except BaseException as error:              # SystemExit is none of the Exceptions
+                item = None, error
+            while not hand_over(item):
+                if stop.is_set() or not threading.main_thread().is_alive():
+                    return
+            if item[1]:
+                return
+
+    def hand_over(item):
+        with contextlib.suppress(queue.Full):
+            made.put(item, timeout=0.1)
+            return True
+
+    thread = threading.Thread(target=work, name="loader")
+    thread.start()
+    try:
+        for _ in steps:
+            result, error = made.get()
+            if error:
+                raise error
+            yield result
+    finally:
+        stop.set()
+        thread.join()
