@@ -4,6 +4,7 @@ Looks into the folders of runs, finished or not, and says what is wrong there. I
     python doctor.py --verify=out/demo          reads every byte of all checkpoints and compares it with their manifests
     python doctor.py --diff=out/one,out/two     what differs between two runs: settings, inputs, code, machine, and from
                                                 which step on their logs differ
+    python doctor.py --order=out/demo           proves that a run with --log_samples=True took exactly the planned blocks
 
 A folder is an out_dir with its stages, one stage's folder, or for --verify a single checkpoint. Each finding is one
 sentence. Exit status: 0 nothing found, 1 something found, 2 there was nothing to look at.
@@ -16,9 +17,11 @@ from configurator import RESULT_FREE, configure, refuse
 from engine.files import in_use, read_json
 from engine.manifest import PREFIX, verify as faults_of
 from engine.monitor import read_log
+from engine.samples import order_problems
 
 verify = ""                     # a folder whose checkpoints are read and compared with their manifests
 diff: tuple[str] = ()           # two folders of runs to compare
+order = ""                      # a pretraining run whose sample log is compared with its plan
 
 CHECKPOINT = re.compile(rf"({'|'.join(PREFIX.values())})_\d{{8}}(\.tmp)?")
 LEARNED = ("loss", "val_", "lr", "grad_norm", "skipped", "accuracy", "score", "kl")     # logged, and no measure of time
@@ -114,8 +117,9 @@ def log_differences(one, other):
 
 
 def main(config):
-    if not config.verify and not config.diff:
-        refuse("nothing to do: --verify=DIR scrubs checkpoints, --diff=DIR,DIR compares two runs; --help says more")
+    if not config.verify and not config.diff and not config.order:
+        refuse("nothing to do: --verify=DIR scrubs checkpoints, --diff=DIR,DIR compares two runs, --order=DIR proves the "
+               "order of a run's data; --help says more")
     if config.diff and len(config.diff) != 2:
         refuse(f"--diff needs two folders, --diff=out/one,out/two; found {len(config.diff)}")
     findings = []
@@ -123,6 +127,9 @@ def main(config):
         findings += scrub(Path(config.verify))
     if config.diff:
         findings += compare(*map(Path, config.diff))
+    if config.order:
+        folder = Path(config.order)
+        findings += order_problems(folder if (folder / "config.json").exists() else folder / "pretrain")
     for finding in findings:
         print(finding)
     print(f"{len(findings)} found" if findings else "nothing found")

@@ -59,30 +59,32 @@ def read_samples(path):
 
 def order_problems(run_dir):
     """Proves from the sample logs that a run of train.py took exactly the planned blocks in every step up to its newest
-    full checkpoint; -> sentences: none when it did, else what is wrong with the first wrong step.
+    full checkpoint, and says so; -> else a sentence about the first wrong step. Refuses where there is nothing to prove.
 
     The plan is computed anew from config.json, the token shards, and the windows that the checkpoint says were skipped.
     Of a step that was done more than once the last time counts, by however many processes: that is what the weights have
     learned. Steps behind the checkpoint are not looked at, since they will be done again."""
     run = Path(run_dir)
     saved = [step for step in steps_of(run, "full") if (folder_of(run, "full", step) / "manifest.json").exists()]
-    if missing := [f"{run} has no {what}" for what, there in (
-            ("config.json: it is no folder of a run", (run / "config.json").exists()),
-            ("full checkpoint yet: no step is final", saved),
-            ("samples/: it was run without --log_samples=True", (run / "samples").is_dir())) if not there]:
-        return missing
+    refuse(*(f"{run} has no {what}" for what, there in (
+        ("config.json: it is no folder of a run", (run / "config.json").exists()),
+        ("full checkpoint yet: no step is final", saved),
+        ("samples/: it was run without --log_samples=True", (run / "samples").is_dir())) if not there))
     config, state = read_json(run / "config.json")["config"], read_json(folder_of(run, "full", saved[0]) / "state.json")
     data = open_mixture(config["data_dir"], config["data_mix"], "train", config["block_size"])
     if data.data_hash[:16] != (was := read_json(run / "inputs.json")["data"].split()[0]):
         return [f"the token shards that {run} was made from are gone: their hash was {was}, now it is {data.data_hash[:16]}"]
     windows = [decision["window"] for decision in state.get("rollbacks", [])]
     log_of = functools.cache(lambda rank: read_samples(path_of(run, rank)))
+    most = 0
     for step in range(1, state["step"] + 1):
         plan = plan_step(step - 1, windows)
         planned = data.step_blocks(plan, config["batch_tokens"] // config["block_size"], config["seed"])
         world = log_of(0).get(step, {"world": 1})["world"]
+        most = max(most, world)
         if wrong := step_problem([log_of(rank).get(step) for rank in range(world)], plan, planned):
             return [f"{run}: of {state['step']} steps, number {step} is the first wrong one: {wrong}"]
+    print(f"proven   {run}: in each of {state['step']} steps the planned blocks, by up to {most} processes")
     return []
 
 
