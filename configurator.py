@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parent
 # config hash, so two runs with one hash are the same experiment. A key that is not listed counts as changing results.
 RESULT_FREE = [
     "data_dir", "out_dir",                                                        # folders
-    "log_every", "eval_every", "save_light", "save_full", "keep",                 # intervals
+    "log_every", "log_samples", "eval_every", "save_light", "save_full", "keep",  # intervals, records
     "eval_blocks", "eval_conversations", "show", "verdicts",                      # how much to look at
     "device", "threads", "workers",                                               # machines
     "recompute",             # memory against time, the same bits

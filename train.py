@@ -15,6 +15,7 @@ Needs data_dir/tokens (prepare_data.py) and data_dir/tokenizer (train_tokenizer.
     log.jsonl            one line per logged step; tensorboard/ has the same numbers
     step_NNNNNNNN/       light checkpoints: Hugging Face folders
     full_NNNNNNNN/       full checkpoints: what a run continues from
+    samples/             with log_samples: which blocks each rank took in each step (doctor.py --order=DIR proves them)
     result.json          the numbers of the finished run
 """
 import math
@@ -28,16 +29,19 @@ from configurator import configure, refuse
 from engine import checkpoint, parallel
 from engine.files import write_json
 from engine.hf import find_folder, inexpressible, lengthen, load_weights, read_config
+from engine.loader import open_mixture, plan_step, read_ahead
 from engine.loss import model_losses
 from engine.monitor import Monitor, read_log
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
 from engine.run import open_run, refuse_hopeless, refuse_missing, refuse_once, save_when_due
-from engine.shards import TokenData, batch, begins_of, n_blocks, step_blocks
+from engine.samples import log_sample, open_samples
+from engine.shards import batch, begins_of
 from engine.tokenizer import Tokenizer, find_tokenizer
 from model import Llama, ModelConfig
 
 # data and folders
-data_dir = "data/demo"
+data_dir = "data/demo"          # tokenizer and token shards
+data_mix: dict | None = None    # shards of several folders and their weights, {'data/a': 0.7, 'data/b': 0.3}; data_dir's tokenizer
 out_dir = "out/demo"
 init_from = ""                  # a model folder to start from instead of random weights; its shape is taken over
 seed = 1
@@ -79,6 +83,7 @@ grad_clip = 1.0                 # largest joint norm of all gradients; 0: measur
 eval_every = 250                # steps
 eval_blocks = 128               # blocks of held-out text per evaluation, always the same ones
 log_every = 10
+log_samples = False             # keep a record of which blocks each step took
 save_light = 500                # steps between light checkpoints
 save_full = 250                 # steps between full ones
 keep = 2                        # newest checkpoints of each kind that are kept; 0: all
@@ -100,14 +105,16 @@ def open_data(config, setup):
     data = Path(config.data_dir)
     prepare, tokenize = config.command("prepare_data.py"), config.command("train_tokenizer.py")
     prepare += "" if config.files else " --inputs='CRAWL/*.warc.gz'"           # a config file says what is read
-    wanted = {find_tokenizer(data / "tokenizer") or data / "tokenizer/tokenizer.json": "tokenizer", data / "tokens/index.json": "token shards"}
+    wanted = {find_tokenizer(data / "tokenizer") or data / "tokenizer/tokenizer.json": "tokenizer"}
+    if config.data_mix is None:
+        wanted[data / "tokens/index.json"] = "token shards"
     refuse_missing(setup, wanted, "Make them with these two commands (for archives of yours, prepare_data.py is told "
                    "--inputs='CRAWL/*.warc.gz'):",
                    f"  {prepare} && {tokenize}      documents, then a tokenizer trained on them",
                    f"  {prepare}      again, now that there is a tokenizer: token shards")
     tokenizer = Tokenizer.load(data / "tokenizer")
-    train = TokenData(data / "tokens", "train", tokenizer.hash, rebuild=prepare)
-    val = TokenData(data / "tokens", "val", tokenizer.hash, rebuild=prepare)
+    train, val = (open_mixture(config.data_dir, config.data_mix, split, config.block_size, tokenizer.hash, prepare)
+                  for split in ("train", "val"))
     return tokenizer, train, val
 
 
@@ -136,9 +143,9 @@ def check(config, shape, tokenizer, train, setup):
     problems = shape.problems() or inexpressible(shape)
     if shape.vocab_size < tokenizer.vocab_size:
         problems.append(f"vocab_size = {shape.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; use 0 to take that")
-    if train.n_tokens <= config.block_size:
-        problems.append(f"the training text has {train.n_tokens} tokens, fewer than one block and its target "
-                        f"(block_size + 1 = {config.block_size + 1}): more text, or a smaller block_size")
+    problems += [f"the training text in {source.folder} has {source.n_tokens} tokens, fewer than one block and its target "
+                 f"(block_size + 1 = {config.block_size + 1}): more text, or a smaller block_size"
+                 for source in train.sources if source.n_tokens <= config.block_size]
     problems += config.below_one("block_size", "micro_batch_size", "max_steps", "batch_tokens", "log_every", "eval_every",
                                  "eval_blocks", "max_bad_steps")
     problems += [f"{name} must not be negative, found {getattr(config, name)}" for name in ("loss_chunk", "z_loss")
@@ -225,6 +232,23 @@ def evaluate(model, data, blocks, config, tokenizer, byte_counts, setup):
             "bits_per_byte": (total[9] / math.log(2) / total[10].clamp(min=1)).item()}
 
 
+def evaluate_all(model, val, config, tokenizer, byte_counts, setup):
+    """`evaluate` on fixed blocks spread over each source's held-out text, eval_blocks in all. Of several sources: each mean is
+    theirs, weighted with the mixture's shares (loss_eos and the like: of those sources that have any), and `loss_of_NAME` too."""
+    each = max(1, config.eval_blocks // len(val.sources))
+    scores = []
+    for source, total in zip(val.sources, val.sizes):
+        looked_at = min(each, total)
+        scores.append(evaluate(model, source, [i * total // looked_at for i in range(looked_at)], config, tokenizer, byte_counts, setup))
+    if len(scores) == 1:
+        return scores[0]
+    means = {}
+    for name in dict.fromkeys(name for found in scores for name in found):
+        there = [(share, found[name]) for share, found in zip(val.shares, scores) if name in found]
+        means[name] = sum(share * value for share, value in there) / sum(share for share, _ in there)
+    return {**means, **{f"loss_of_{name}": found["loss"] for name, found in zip(val.names, scores)}}
+
+
 def main(config):
     # 1. Where we are, and one run per folder.
     setup = parallel.start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
@@ -253,7 +277,6 @@ def main(config):
     model = parallel.wrap(model, setup)
 
     # 4. What it will cost, before it is spent.
-    blocks = n_blocks(train.n_tokens, config.block_size)
     warmup = warmup_length(config.max_steps, config.warmup_steps)
     n_params = parallel.bare(model).n_params()
     flops = 6 * n_params + 6 * shape.n_layer * shape.n_head * shape.head_dim * config.block_size    # per token, causal
@@ -261,22 +284,22 @@ def main(config):
               f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, {setup.threads} threads\n"
               f"step        {config.batch_tokens:,} tokens = {setup.world} x {n_micro} x "
               f"{per_step // (setup.world * n_micro)} x {config.block_size} (processes, micro-batches, sequences, tokens)\n"
-              f"run         {config.max_steps:,} steps, {config.max_steps * config.batch_tokens:,} tokens, "
-              f"{config.max_steps * per_step / blocks:.2f} epochs of {train.n_tokens:,} tokens; "
+              f"data        {train.describe(config.max_steps * per_step)}\n"
+              f"run         {config.max_steps:,} steps, {config.max_steps * config.batch_tokens:,} tokens; "
               f"{flops * config.max_steps * config.batch_tokens:.2e} FLOPs; warm-up {warmup} steps")
     byte_counts = [len(b) for b in tokenizer.token_bytes] + [0] * (shape.vocab_size - tokenizer.vocab_size)
     byte_counts = torch.tensor(byte_counts, device=setup.device)
-    val_total = n_blocks(val.n_tokens, config.block_size)
-    looked_at = min(config.eval_blocks, val_total)
-    val_blocks = [i * val_total // looked_at for i in range(looked_at)]                   # spread over the whole text
     monitor = Monitor(run, setup, config.max_steps, state["step"], label="train")
+    attempt = parallel.from_main(monitor.attempt if setup.is_main else None, setup)
+    samples = open_samples(run, setup) if config.log_samples else None
+    skipped = [decision["window"] for decision in state.get("rollbacks", [])]               # of the data's plan
+    batches = read_ahead(train, state["step"], config.max_steps, skipped, per_step, config, setup)
 
     # 5. The loop.
     model.train()
     for step in range(state["step"], config.max_steps):
         began = time.perf_counter()
-        numbers = step_blocks(step, per_step, blocks, config.seed)
-        micro_batches = list(load(train, numbers, config, setup))
+        numbers, micro_batches = next(batches)
         loaded = time.perf_counter()
         total = forward_backward(model, micro_batches, config, tokenizer, setup)
         norm = clip(model.parameters(), config.grad_clip)
@@ -302,11 +325,13 @@ def main(config):
                       "step_seconds": seconds, "data_seconds": loaded - began}
             line = f"loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {config.batch_tokens / seconds:,.0f} tokens/s"
         if last or done % config.eval_every == 0:
-            scores = evaluate(model, val, val_blocks, config, tokenizer, byte_counts, setup)
+            scores = evaluate_all(model, val, config, tokenizer, byte_counts, setup)
             record.update({f"val_{name}": value for name, value in scores.items()})
             line += f"  held-out loss {scores['loss']:.4f}, {scores['bits_per_byte']:.4f} bits per byte"
         if record:
             monitor.log(done, line.strip(), **record)
+        if samples:
+            log_sample(samples, attempt, done, plan_step(step, skipped), numbers, setup)
         refuse_hopeless(in_a_row, done, "blocks", config, setup)
         facts = {"tokens": tokens, "in_a_row": in_a_row, "config_hash": config.hash, "data_hash": train.data_hash,
                  "tokenizer_hash": tokenizer.hash}

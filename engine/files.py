@@ -59,6 +59,23 @@ def write_atomic(path, content):
         refuse(f"cannot write {path}: {error.strerror}. Nothing that was there before has been touched.")
 
 
+def open_to_append(path):
+    """`path`, a file of lines, open for more of them, unbuffered: each write is on its way at once and whole. Half a
+    line, as a kill or a full disk leaves it, is cut off, or the next one would be glued to it."""
+    file = open(path, "ab+", buffering=0)
+    end = size = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - (1 << 16))
+        file.seek(begin)
+        if newline := file.read(end - begin).rfind(b"\n") + 1:
+            end = begin + newline
+            break
+        end = begin
+    if end < size:
+        file.truncate(end)
+    return file
+
+
 def plain(value):
     """`value` in JSON's own types: numpy and torch numbers and arrays unpacked, paths as text, nan and inf as null.
     TypeError for what has no such form."""
@@ -132,6 +149,16 @@ def lock_folder(folder):
         file.truncate(0)
         os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return file
+
+
+def in_use(folder):
+    """Whether a process, on this machine or another that shares the disk, holds lock_folder's lock."""
+    try:
+        with open(Path(folder) / ".lock", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:        # BlockingIOError: it is held. Anything else: no lock, or none that can be asked for
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 CONTROLS = re.compile(

@@ -5,12 +5,13 @@ A folder is written under another name (NAME.tmp), gets a manifest with the size
 flushed to the disk and renamed. One that exists is never written into; one whose manifest is missing or does not fit is
 never read.
 """
+import json
 import os
 import re
 import sys
 from pathlib import Path
 
-from engine.files import fsync_folder, read_json, sha256_file, write_json
+from engine.files import fsync_folder, sha256_file, write_json
 
 PREFIX = {"light": "step", "full": "full"}
 
@@ -52,18 +53,22 @@ def verify(folder):
     if not (folder / "manifest.json").exists():
         return [f"{folder} has no manifest.json: its writing was interrupted"]
     try:
-        listed = read_json(folder / "manifest.json")["files"]
-    except (SystemExit, KeyError):
+        listed = json.loads((folder / "manifest.json").read_bytes())["files"]
+        listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):      # a bit may flip in the manifest as well
         return [f"{folder}/manifest.json is damaged"]
     problems = []
-    for name, entry in listed.items():
+    for name, (size, checksum) in listed.items():
         path = folder / name
-        if not path.is_file():
-            problems.append(f"{path} is missing")
-        elif path.stat().st_size != entry["bytes"]:
-            problems.append(f"{path} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}")
-        elif sha256_file(path) != entry["sha256"]:
-            problems.append(f"{path} has other content than when it was written")
+        try:
+            if not path.is_file():
+                problems.append(f"{path} is missing")
+            elif path.stat().st_size != size:
+                problems.append(f"{path} has {path.stat().st_size} bytes, the manifest says {size}")
+            elif sha256_file(path) != checksum:
+                problems.append(f"{path} has other content than when it was written")
+        except OSError as error:        # a disk that can not read its sectors any more
+            problems.append(f"{path} can not be read: {error.strerror}")
     return problems
 
 

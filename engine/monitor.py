@@ -6,7 +6,6 @@ some steps again: every line carries `attempt`, and read_log leaves out what a l
 """
 import contextlib
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from configurator import refuse
-from engine.files import FORMAT_VERSION, plain
+from engine.files import FORMAT_VERSION, open_to_append, plain
 
 
 class Monitor:
@@ -25,9 +24,7 @@ class Monitor:
         if not self.is_main:
             return
         path = Path(run_dir) / "log.jsonl"
-        path.touch()
-        # A run that was killed while it wrote leaves half a line, to which the next one would be glued.
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        open_to_append(path).close()        # makes it, or cuts off the half line of a run that was killed while it wrote
         self.attempt = 1 + max((record["attempt"] for record in read_lines(path)), default=0)
         self.file = open(path, "a", encoding="utf-8")
         try:

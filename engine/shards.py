@@ -15,6 +15,7 @@ number of processes and after any resume. See `permuted`.
 import hashlib
 import io
 import json
+import os
 import zlib
 from pathlib import Path
 
@@ -151,35 +152,54 @@ class TokenData:
             self.refuse(f"there are no documents in the split '{split}': raise val_fraction or give more input")
         self.n_tokens, self.n_docs = entry["n_tokens"], entry["n_docs"]
         self.bos_id, self.eos_id = self.index["bos_id"], self.index["eos_id"]
-        dtype = np.dtype(self.index["dtype"]).newbyteorder("<")
-        self.files = [self._map(file["name"], dtype, file["tokens"]) for file in entry["files"]]
-        self.starts = np.cumsum([0] + [len(file) for file in self.files])
-        self.offsets = self._map(entry["offsets"]["name"], np.dtype("<u8"), self.n_docs + 1)
+        self.dtype = np.dtype(self.index["dtype"]).newbyteorder("<")
+        # Not mapped: every page that was ever looked at would count as this process's memory, and a file that is cut short
+        # or a disk that fails would kill it without a word.
+        self.files = [open(self._path(file["name"], self.dtype, file["tokens"]), "rb", 0) for file in entry["files"]]
+        self.starts = np.cumsum([0] + [file["tokens"] for file in entry["files"]])
+        offsets = self._path(entry["offsets"]["name"], np.dtype("<u8"), self.n_docs + 1)
+        self.offsets = np.memmap(offsets, np.dtype("<u8"), "r")
         checksums = [file["sha256"] for file in entry["files"]] + [entry["offsets"]["sha256"]]
         self.data_hash = hashlib.sha256("".join(checksums).encode()).hexdigest()
 
     def refuse(self, problem):
         refuse(f"{self.folder}: {problem}. Make the shards anew with\n    {self.rebuild}")
 
-    def _map(self, name, dtype, count):
+    def _path(self, name, dtype, count):
+        """The path of a file that has `count` numbers; refuses one that has not."""
         path = self.folder / name
         size = path.stat().st_size if path.exists() else None
         if size != count * dtype.itemsize:
             found = "is missing" if size is None else f"has {size:,} bytes"
             self.refuse(f"{name} {found}, expected {count * dtype.itemsize:,} bytes")
-        return np.memmap(path, dtype, "r", shape=(count,))
+        return path
+
+    def read_block(self, block, block_size):
+        """Its inputs and, one further, its targets: (block_size + 1,) int64; fewer at the end of the data."""
+        return self.read(int(block) * block_size, block_size + 1)
 
     def read(self, start, count):
         """(count,) int64: the tokens from position `start` on; fewer at the end of the data."""
         end = min(start + count, self.n_tokens)
         first, last = np.searchsorted(self.starts, start, side="right") - 1, np.searchsorted(self.starts, end)
-        parts = [self.files[number][max(0, start - self.starts[number]):end - self.starts[number]]
+        parts = [self._read_file(number, max(start, self.starts[number]), min(end, self.starts[number + 1]))
                  for number in range(first, last)]
         ids = np.concatenate([np.empty(0, dtype=np.int64), *parts])
         if len(ids) and ids.max() >= self.index["vocab_size"]:
             self.refuse(f"the shards are damaged: token id {ids.max()} at {start:,} or behind, where the "
                         f"vocabulary has {self.index['vocab_size']}")
         return ids
+
+    def _read_file(self, number, start, end):
+        """The tokens from position start to end, which file `number` has. Any thread may ask: there is no file pointer."""
+        file, size = self.files[number], self.dtype.itemsize
+        try:
+            found = os.pread(file.fileno(), int(end - start) * size, int(start - self.starts[number]) * size)
+        except OSError as error:
+            self.refuse(f"{Path(file.name).name} cannot be read: {error.strerror}")
+        if len(found) < (end - start) * size:
+            self.refuse(f"{Path(file.name).name} has become shorter since it was opened")
+        return np.frombuffer(found, self.dtype)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -236,9 +256,13 @@ def step_blocks(step, blocks_per_step, n_blocks, seed):
     Steps cut an endless stream of epochs, each a permutation of all blocks of its own: every block comes once an epoch,
     a step may lie across the edge of two, and nothing but the step's number is needed to find the place again.
     """
-    place = step * blocks_per_step + np.arange(blocks_per_step, dtype=np.int64)
-    epoch, within = np.divmod(place, n_blocks)
-    parts = []
+    return blocks_at(step * blocks_per_step + np.arange(blocks_per_step, dtype=np.int64), n_blocks, seed)
+
+
+def blocks_at(places, n_blocks, seed):
+    """The blocks at these ascending places of the endless stream: int64, of their shape. seed: a number or a text."""
+    epoch, within = np.divmod(places, n_blocks)
+    parts = [np.empty(0, dtype=np.int64)]
     for number in np.unique(epoch):
         epoch_seed = int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little")
         parts.append(permuted(within[epoch == number], n_blocks, epoch_seed))
@@ -271,7 +295,7 @@ def batch(data, block_ids, block_size):
     ids = np.full((len(block_ids), block_size + 1), data.eos_id, dtype=np.int64)
     real = np.zeros((len(block_ids), block_size + 1), dtype=bool)
     for row, block in enumerate(block_ids):
-        part = data.read(int(block) * block_size, block_size + 1)
+        part = data.read_block(block, block_size)
         ids[row, :len(part)] = part
         real[row, :len(part)] = True
     targets = ids[:, 1:]

@@ -239,7 +239,7 @@ def test_a_folder_that_only_rank_0_finds_taken_is_one_sentence_under_torchrun(da
 def test_the_readmes_commands_fit_their_configs(world, micro_batches):
     """torchrun --nproc_per_node=2 train.py config/demo.py: fewer sequences each than micro_batch_size are no error."""
     config, tokenizer = configure(vars(script), [str(ROOT / "config" / "demo.py")]), byte_tokenizer()
-    data, setup = SimpleNamespace(n_tokens=10 ** 6), replace(ALONE, world=world)
+    data, setup = SimpleNamespace(sources=[]), replace(ALONE, world=world)
     shape = script.shape_of(config, tokenizer)
     assert script.check(config, shape, tokenizer, data, setup) == (config.batch_tokens // config.block_size, micro_batches)
 
@@ -388,6 +388,32 @@ def test_data_that_ends_starts_again(tmp_path):
     index = json.loads((folder / "tokens" / "index.json").read_text())
     assert 12 * 256 > 3 * index["splits"]["train"]["n_tokens"]        # three epochs and more
     assert len(losses(tmp_path / "out")) == 12
+
+
+def test_a_mixture_is_trained_on_and_held_out_by_source(data, tmp_path):
+    """Held-out numbers of each source as of that source alone, and the whole weighted by the shares."""
+    other = make_data(tmp_path / "other", seed=3)
+    mix = f"--data_mix={ {str(data): 3, str(other): 1} }"
+    train(data, tmp_path / "first", "--max_steps=2")
+    start = [f"--init_from={tmp_path / 'first' / 'pretrain'}", "--max_steps=1", "--learning_rate=0", "--weight_decay=0"]
+    alone = {}
+    for folder in (data, other):
+        train(folder, tmp_path / f"alone_{folder.name}", *start, "--eval_blocks=2")
+        alone[folder.name] = read_log(tmp_path / f"alone_{folder.name}" / "pretrain")[-1]
+    said = train(data, tmp_path / "mixed", *start, "--eval_blocks=4", mix)
+    assert f"{data.name}: 0.75 of it" in said and "other: 0.25 of it" in said
+    found = read_log(tmp_path / "mixed" / "pretrain")[-1]
+    for name, record in alone.items():
+        assert found[f"val_loss_of_{name}"] == pytest.approx(record["val_loss"], rel=1e-6)
+    for name in ("val_loss", "val_bits_per_byte", "val_loss_eos"):
+        whole = 0.75 * alone[data.name][name] + 0.25 * alone["other"][name]
+        assert found[name] == pytest.approx(whole, rel=1e-6), name
+    result = json.loads((tmp_path / "mixed" / "pretrain" / "result.json").read_text())
+    assert result["val_loss_of_other"] == found["val_loss_of_other"]
+    said = refused(data, tmp_path / "no", "--data_mix={'data/none': 0.5, 'data/neither': 0.5}")
+    assert "data/none" in said and "data/neither" in said
+    said = refused(data, tmp_path / "mixed", *start[:1], mix.replace("3", "2"))
+    assert "data_mix = " in said
 
 
 def test_losses_are_split_by_target(data, tmp_path):

@@ -1,0 +1,140 @@
+"""
+Looks into the folders of runs, finished or not, and says what is wrong there. It changes nothing.
+
+    python doctor.py --verify=out/demo          reads every byte of all checkpoints and compares it with their manifests
+    python doctor.py --diff=out/one,out/two     what differs between two runs: settings, inputs, code, machine, and from
+                                                which step on their logs differ
+    python doctor.py --order=out/demo           proves that a run with --log_samples=True took exactly the planned blocks
+
+A folder is an out_dir with its stages, one stage's folder, or for --verify a single checkpoint. Each finding is one
+sentence. Exit status: 0 nothing found, 1 something found, 2 there was nothing to look at.
+"""
+import re
+import sys
+from pathlib import Path
+
+from configurator import RESULT_FREE, configure, refuse
+from engine.files import in_use, read_json
+from engine.manifest import PREFIX, verify as faults_of
+from engine.monitor import read_log
+from engine.samples import order_problems
+
+verify = ""                     # a folder whose checkpoints are read and compared with their manifests
+diff: tuple[str] = ()           # two folders of runs to compare
+order = ""                      # a pretraining run whose sample log is compared with its plan
+
+CHECKPOINT = re.compile(rf"({'|'.join(PREFIX.values())})_\d{{8}}(\.tmp)?")
+LEARNED = ("loss", "val_", "lr", "grad_norm", "skipped", "accuracy", "score", "kl")     # logged, and no measure of time
+LAUNCHER = ("MASTER_", "TORCHELASTIC_", "WORLD_SIZE")          # variables that differ in every launch, or are told apart
+
+
+# --- Checkpoints ------------------------------------------------------------------------------------------------------
+
+def checkpoints_in(folder):
+    """The checkpoints that `folder` is or holds, also in folders of its stages, by name. What a run has set aside is
+    none of them, unless it is named itself."""
+    if (folder / "manifest.json").exists() or CHECKPOINT.fullmatch(folder.resolve().name):
+        return [folder]
+    return sorted(path for path in (*folder.glob("*"), *folder.glob("*/*"))
+                  if path.is_dir() and CHECKPOINT.fullmatch(path.name))
+
+
+def scrub(folder):
+    """Verifies all checkpoints there, and tells of each whether it is sound; -> sentences about those that are not."""
+    found = checkpoints_in(folder) if folder.is_dir() else []
+    if not found:
+        refuse(f"--verify={folder}: no checkpoint there. Expected a run's folder with step_NNNNNNNN or full_NNNNNNNN in it, "
+               "an out_dir with such folders, or a single checkpoint.")
+    faults = []
+    for path in found:
+        live = in_use(path.parent)
+        if path.suffix == ".tmp":
+            wrong = [] if live else [f"{path} was being written when its run ended; the next call of that run removes it"]
+        else:
+            wrong = faults_of(path)
+        if live and (path.suffix == ".tmp" or not path.exists()):       # being written, or just removed as too old
+            continue
+        if not wrong:
+            print(f"sound    {path}  ({sum(file.stat().st_size for file in path.rglob('*') if file.is_file()):,} bytes)")
+        faults += wrong
+    return faults
+
+
+# --- Two runs ---------------------------------------------------------------------------------------------------------
+
+def compare(one, other):
+    """Sentences about all that differs between two runs; the folders are of one stage, or hold stages."""
+    if (one / "config.json").exists() and (other / "config.json").exists():
+        return differences(one, other)
+    stages = [path.name for path in sorted(one.glob("*")) if (path / "config.json").exists()]
+    stages = [name for name in stages if (other / name / "config.json").exists()]
+    if not stages:
+        refuse(f"--diff={one},{other}: no run there that can be compared. Expected two folders with a config.json, or two "
+               "out_dirs with a stage that both have.")
+    return [f"{name}: {found}" for name in stages for found in differences(one / name, other / name)]
+
+
+def differences(one, other):
+    """The same for two folders of one stage each."""
+    facts = [facts_of(folder) for folder in (one, other)]
+    keys = sorted(facts[0].keys() | facts[1].keys(), key=list({**facts[0], **facts[1]}).index)
+    found = [f"{key}: {facts[0].get(key)!r}, {facts[1].get(key)!r}" for key in keys if facts[0].get(key) != facts[1].get(key)]
+    if "commit" in keys and facts[0]["commit"] == facts[1]["commit"] and str(facts[0]["commit"]).endswith("+"):
+        found.append(f"commit: both were run with changes to {facts[0]['commit'][:8]} that no commit holds: not comparable")
+    return found + log_differences(read_log(one), read_log(other))
+
+
+def facts_of(folder):
+    """{what: value} of everything that a run was made with, in the order in which it is told."""
+    saved = read_json(folder / "config.json")
+    facts = {"script": saved["script"]}
+    for name, value in saved["config"].items():
+        if name != "out_dir":
+            facts[f"{name} (changes no result)" if name in RESULT_FREE else name] = value
+    facts.update((f"content of {what}", value) for what, value in read_json(folder / "inputs.json", missing={}).items()
+                 if what != "format_version")
+    facts["commit"] = saved["commit"]
+    facts.update((f"version of {name}", value) for name, value in saved["versions"].items())
+    facts["processes"] = int(saved["environment"].get("WORLD_SIZE", 1))
+    facts.update((f"variable {name}", value) for name, value in saved["environment"].items()
+                 if not name.startswith(LAUNCHER))
+    return facts
+
+
+def log_differences(one, other):
+    """The first step that both logged and that came out differently, and how far each log goes."""
+    one, other = ({record["step"]: record for record in log} for log in (one, other))
+    both, found = sorted(one.keys() & other.keys()), []
+    for before, step in zip([None, *both], both):
+        unlike = [f"{name} {one[step].get(name)}, {other[step].get(name)}" for name in one[step].keys() | other[step].keys()
+                  if name.startswith(LEARNED) and one[step].get(name) != other[step].get(name)]
+        if unlike:
+            upto = f"the same up to step {before}, then " if before else ""
+            found.append(f"log: {upto}different from step {step} on: {'; '.join(sorted(unlike))}")
+            break
+    ends = [max(log, default=0) for log in (one, other)]
+    return found + [f"log: ends at step {ends[0]}, {ends[1]}"] * (ends[0] != ends[1])
+
+
+def main(config):
+    if not config.verify and not config.diff and not config.order:
+        refuse("nothing to do: --verify=DIR scrubs checkpoints, --diff=DIR,DIR compares two runs, --order=DIR proves the "
+               "order of a run's data; --help says more")
+    if config.diff and len(config.diff) != 2:
+        refuse(f"--diff needs two folders, --diff=out/one,out/two; found {len(config.diff)}")
+    findings = []
+    if config.verify:
+        findings += scrub(Path(config.verify))
+    if config.diff:
+        findings += compare(*map(Path, config.diff))
+    if config.order:
+        folder = Path(config.order)
+        findings += order_problems(folder if (folder / "config.json").exists() else folder / "pretrain")
+    for finding in findings:
+        print(finding)
+    print(f"{len(findings)} found" if findings else "nothing found")
+    sys.exit(1 if findings else 0)
+
+
+if __name__ == "__main__":
+    main(configure(globals()))
