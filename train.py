@@ -251,8 +251,13 @@ def main(config):
     # 3. Continue where an earlier call stopped.
     modules, moments = {"model": model}, {"model": optimizers}
     state = checkpoint.resume(run, modules, moments, setup, config.resume_from, config.trust_state)
-    state = state or {"step": 0, "in_a_row": 0}
-    tokens, in_a_row = state["step"] * config.batch_tokens, state["in_a_row"]
+    state = state or {"step": 0, "in_a_row": 0, "tokens": 0, "data_hash": train.data_hash}
+    if state["step"] >= config.max_steps and not read_log(run):
+        refuse_once(setup, f"{config.resume_from} is after step {state['step']} already, and this run ends with max_steps = "
+                    f"{config.max_steps}: a larger one, or a light checkpoint as init_from, which begins at step 0")
+    if state["data_hash"] != train.data_hash:
+        setup.say(f"note: {config.resume_from} was trained on other data; the order goes on at its step, but in this data")
+    tokens, in_a_row = state["tokens"], state["in_a_row"]
     model = parallel.wrap(model, setup)
 
     # 4. What it will cost, before it is spent.
