@@ -45,8 +45,9 @@ ROOT = Path(__file__).resolve().parent
 # config hash, so two runs with one hash are the same experiment. A key that is not listed counts as changing results.
 RESULT_FREE = [
     "data_dir", "out_dir",                                                        # folders
-    "log_every", "log_samples", "eval_every", "save_light", "save_full", "keep",  # intervals, records
+    "log_every", "log_samples", "eval_every", "save_light", "save_full",           # intervals, records
     "eval_blocks", "eval_conversations", "show", "verdicts",                      # how much to look at
+    "keep", "keep_best", "async_save", "trust_state",                             # checkpoints
     "device", "threads", "workers",                                               # machines
     "recompute",             # memory against time, the same bits
     "micro_batch_size", "loss_chunk",      # the loss is a sum over the global batch, so any split of it has the same gradient

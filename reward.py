@@ -343,7 +343,8 @@ def main(config):
             line = f"loss {loss:.4f}  ranked right {accuracy:.1%}"
             monitor.log(done, line, loss=loss, along=share, accuracy=accuracy, lr=lr, grad_norm=norm)
         if done < steps:
-            save_when_due(run, done, steps, config, modules, moments, tokenizer, {}, setup)
+            if saving := save_when_due(run, done, steps, config, modules, moments, tokenizer, {}, setup):
+                monitor.log(done, save_seconds=saving)
     monitor.close()
 
     # 5. What it knows: on pairs that it has not seen, and on pairs that differ in nothing but length.

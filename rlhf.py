@@ -544,7 +544,9 @@ def main(config):
             monitor.log(done, line.format(**numbers), **numbers)
         if done < config.updates:
             facts = {"kl_coef": kl_coef, "before": at_start}
-            save_when_due(run, done, config.updates, config, modules, moments, tokenizer, facts, setup)
+            saving = save_when_due(run, done, config.updates, config, modules, moments, tokenizer, facts, setup)
+            if saving:
+                monitor.log(done, save_seconds=saving)
     monitor.close()
 
     # What has come of it, on the held-out prompts.

@@ -81,7 +81,8 @@ eval_conversations = 256        # of the held-out file, always the same ones
 log_every = 10
 save_light = 1000
 save_full = 100
-keep = 1
+keep = 1                        # newest checkpoints of each kind that are kept; 0: all
+keep_best = 1                   # light ones that are kept beyond those, for the lowest held-out loss
 max_bad_steps = 10              # so many steps in a row with a loss or gradient that is not finite end the run
 # the machine
 device = "auto"
@@ -315,8 +316,10 @@ def main(config):
         if record:
             monitor.log(done, line.strip(), **record)
         refuse_hopeless(in_a_row, done, "conversations", config, setup)
-        facts = {"in_a_row": in_a_row, "config_hash": config.hash, "tokenizer_hash": tokenizer.hash}
-        save_when_due(run, done, max_steps, config, modules, moments, tokenizer, facts, setup)
+        facts = {"in_a_row": in_a_row, "config_hash": config.hash, "tokenizer_hash": tokenizer.hash,
+                 "val_loss": record.get("val_loss")}
+        if saving := save_when_due(run, done, max_steps, config, modules, moments, tokenizer, facts, setup):
+            monitor.log(done, save_seconds=saving)
         monitor.advance()
 
     # 6. The end.

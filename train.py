@@ -11,7 +11,7 @@ CPU comes to the same weights, bit for bit, as if nothing had happened. A finish
 
 Needs data_dir/tokens (prepare_data.py) and data_dir/tokenizer (train_tokenizer.py). Writes, in out_dir/pretrain:
 
-    config.json          the configuration, versions, commit
+    config.json          the configuration, versions, commit; in config_hash.txt its hash, and those of code and data
     log.jsonl            one line per logged step; tensorboard/ has the same numbers
     step_NNNNNNNN/       light checkpoints: Hugging Face folders
     full_NNNNNNNN/       full checkpoints: what a run continues from
@@ -44,6 +44,8 @@ data_dir = "data/demo"          # tokenizer and token shards
 data_mix: dict | None = None    # shards of several folders and their weights, {'data/a': 0.7, 'data/b': 0.3}; data_dir's tokenizer
 out_dir = "out/demo"
 init_from = ""                  # a model folder to start from instead of random weights; its shape is taken over
+resume_from = ""                # a full checkpoint of another run, to continue from until this run has one of its own
+trust_state = False             # read it although it lies outside out_dir: it can run any code that its writer put in
 seed = 1
 # the model
 n_layer = 6
@@ -86,7 +88,9 @@ log_every = 10
 log_samples = False             # keep a record of which blocks each step took
 save_light = 500                # steps between light checkpoints
 save_full = 250                 # steps between full ones
+async_save = True               # full checkpoints are copied, and written to the disk beside the next steps
 keep = 2                        # newest checkpoints of each kind that are kept; 0: all
+keep_best = 1                   # light ones that are kept beyond those, for the lowest held-out loss (see eval_every)
 max_bad_steps = 10              # so many steps in a row with a loss or gradient that is not finite end the run
 # the machine
 device = "auto"                 # 'auto', 'cpu' or 'cuda'
@@ -272,8 +276,14 @@ def main(config):
 
     # 3. Continue where an earlier call stopped.
     modules, moments = {"model": model}, {"model": optimizers}
-    state = checkpoint.resume(run, modules, moments, setup) or {"step": 0, "in_a_row": 0}
-    tokens, in_a_row = state["step"] * config.batch_tokens, state["in_a_row"]
+    state = checkpoint.resume(run, modules, moments, setup, config.resume_from, config.trust_state)
+    state = state or {"step": 0, "in_a_row": 0, "tokens": 0, "data_hash": train.data_hash}
+    if state["step"] >= config.max_steps and not read_log(run):
+        refuse_once(setup, f"{config.resume_from} is after step {state['step']} already, and this run ends with max_steps = "
+                    f"{config.max_steps}: a larger one, or a light checkpoint as init_from, which begins at step 0")
+    if state["data_hash"] != train.data_hash:
+        setup.say(f"note: {config.resume_from} was trained on other data; the order goes on at its step, but in this data")
+    tokens, in_a_row = state["tokens"], state["in_a_row"]
     model = parallel.wrap(model, setup)
 
     # 4. What it will cost, before it is spent.
@@ -334,8 +344,9 @@ def main(config):
             log_sample(samples, attempt, done, plan_step(step, skipped), numbers, setup)
         refuse_hopeless(in_a_row, done, "blocks", config, setup)
         facts = {"tokens": tokens, "in_a_row": in_a_row, "config_hash": config.hash, "data_hash": train.data_hash,
-                 "tokenizer_hash": tokenizer.hash}
-        save_when_due(run, done, config.max_steps, config, modules, moments, tokenizer, facts, setup)
+                 "tokenizer_hash": tokenizer.hash, "val_loss": record.get("val_loss")}
+        if saving := save_when_due(run, done, config.max_steps, config, modules, moments, tokenizer, facts, setup):
+            monitor.log(done, save_seconds=saving)
         monitor.advance()
 
     # 6. The end.

@@ -3,73 +3,162 @@ Checkpoints that are whole or not there.
 
     RUN/step_00000400/   light: a Hugging Face folder (engine/hf.py). For use and for exchange.
     RUN/full_00000400/   full: everything that a run continues from, written by torch.distributed.checkpoint. Its metadata
-                         is a pickle, so it is trusted like code and read from the run's own folder only.
+                         is a pickle, so it is trusted like code and read from the run's own out_dir only.
 
-How such a folder is published, verified and found again: engine/manifest.py.
+A full one holds state/ (weights and moments by parameter name, the random state of each rank) and state.json (step,
+tokens, hashes, and what else a loop counts: schedules and the order of data are functions of the step, and where a loss
+has a scale it belongs in there). How such a folder is published, verified and found again: engine/manifest.py.
+
+A full save may go on in the background: the state is copied, training goes on, and a thread writes the copy, publishes
+it and only then removes older ones. Its ranks talk through a process group of their own: in the default group their
+messages would be taken for those of the training step. There is one such save at a time.
 """
 import contextlib
+import os
 import shutil
+import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from configurator import refuse
 from engine import hf
-from engine.files import read_json, write_json
-from engine.manifest import PREFIX, abandon, folder_of, newest, publish, steps_of
-from engine.parallel import bare, barrier, from_main
+from engine.files import json_text, read_json, sha256_file
+from engine.manifest import PREFIX, abandon, folder_of, newest, publish, steps_of, verify
+from engine.parallel import bare, barrier, from_all, from_main, refuse_once
 
 # A world of one is no mistake here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
+# CheckpointException is a BaseException: `except Exception` would let it through.
+FAILURES = (OSError, SafetensorError, RuntimeError, CheckpointException)
+
 # --- writing ---------------------------------------------------------------------------------------------------------
+
+_worker = ThreadPoolExecutor(1, "checkpoint")
+_under_way = []             # at most one: (what it works on, its future)
+_own = {}                   # the process group and the buffers of saves in the background, made when first needed
+
 
 def save_light(run_dir, step, model, tokenizer, setup, extra=None):
     """Rank 0 writes the model as a Hugging Face folder; -> its path. extra: a dict for training.json (step, losses, hashes)."""
+    wait()
     final = folder_of(run_dir, "light", step)
-    with _published(final, setup) as folder:
-        if setup.is_main:
-            hf.save_model(folder, bare(model), tokenizer)
-            write_json(folder / "training.json", {"step": step, **(extra or {})})
+
+    def write():
+        temporary = _new_folder(final)
+        hf.save_model(temporary, bare(model), tokenizer)
+        _complete(temporary, final, "training.json", json_text({"step": step, **(extra or {})}))
+    with _refusing(final):
+        _on_main(write, setup)
     return final
 
 
-def save_full(run_dir, step, modules, optimizers, state, setup):
+def save_full(run_dir, step, modules, optimizers, state, setup, in_background=False, then=None):
     """Everything: weights and optimizer moments by parameter name, the random state of each rank, `state` (JSON).
 
-    modules {name: module}, optimizers {module's name: optimizer, or a list of them}. -> the folder."""
+    modules {name: module}, optimizers {module's name: optimizer, or a list of them}. in_background: returns as soon as all
+    of it is copied; the writing is waited for by the next save, or by wait(). then(): what rank 0 does when the
+    checkpoint has its name. -> the folder, which in the background is not there yet."""
+    wait()
     final = folder_of(run_dir, "full", step)
-    with _published(final, setup) as folder:
-        tensors = {**_tensors(modules, optimizers), **_random_state(setup)}
-        dcp.save(tensors, checkpoint_id=folder / "state", no_dist=setup.world == 1)
-        if setup.is_main:
-            write_json(folder / "state.json", {"step": step, "world": setup.world, "threads": setup.threads, **state})
+    tensors = {**_tensors(modules, optimizers), **_random_state(setup)}
+    text = json_text({"step": step, "world": setup.world, "threads": setup.threads, **state})
+    group = _background_group(setup) if in_background else None
+
+    def write():
+        _on_main(lambda: _new_folder(final), setup, group)
+        dcp.save(tensors, checkpoint_id=_temporary(final) / "state", process_group=group, no_dist=setup.world == 1)
+        _on_main(lambda: _complete(_temporary(final), final, "state.json", text), setup, group)
+        if then and setup.is_main:
+            then()
+    if in_background:
+        tensors = _copied(tensors, setup)
+        do_in_background(write, final)
+    else:
+        with _refusing(final):
+            write()
     return final
+
+
+def do_in_background(work, what):
+    """work() in the thread that saves; an error in it ends the run at the next save or wait()."""
+    wait()
+    _under_way.append((what, _worker.submit(work)))
+
+
+def wait():
+    """Waits for the save in the background, if there is one; refuses when it has failed."""
+    while _under_way:
+        final, future = _under_way.pop()
+        with _refusing(final):
+            future.result()
+
+
+def _background_group(setup):
+    if setup.world > 1 and "group" not in _own:
+        _own["group"] = dist.new_group(backend="gloo")
+    return _own.get("group")
+
+
+def _copied(tensors, setup):
+    """The tensors as they are now, in memory of the CPU that the next save uses again."""
+    if "stager" not in _own:
+        _own["stager"] = DefaultStager(StagingOptions(setup.device.type == "cuda", False, False, False))
+    return _own["stager"].stage(tensors)
+
+
+def _on_main(work, setup, group=None):
+    """Rank 0 does work(); the others wait for it, and fail as it did."""
+    problem = None
+    if setup.is_main:
+        try:
+            work()
+        except FAILURES as error:
+            problem = _first_line(error)
+        except SystemExit:                      # a refusal, which has said why
+            problem = "one of its files could not be written"
+    if problem := from_main(problem, setup, group):
+        raise RuntimeError(problem)
+
+
+def _temporary(final):
+    return final.with_name(final.name + ".tmp")
+
+
+def _new_folder(final):
+    shutil.rmtree(_temporary(final), ignore_errors=True)
+    _temporary(final).mkdir(parents=True)
+    return _temporary(final)
+
+
+def _complete(temporary, final, name, text):
+    """The last files of a checkpoint, then its name. What the run was made with goes into each of them."""
+    (temporary / name).write_text(text, encoding="utf-8")
+    if (final.parent / "config_hash.txt").exists():
+        shutil.copyfile(final.parent / "config_hash.txt", temporary / "config_hash.txt")
+    publish(temporary, final)
 
 
 @contextlib.contextmanager
-def _published(final, setup):
-    """A temporary folder for every rank to write into; when all have, it becomes `final` in one rename."""
-    temporary = final.with_name(final.name + ".tmp")
+def _refusing(final):
     try:
-        if setup.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        barrier(setup)
-        yield temporary
-        barrier(setup)
-        if setup.is_main:
-            publish(temporary, final)
-        barrier(setup)
-    # CheckpointException is a BaseException: `except Exception` would let it through.
-    except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        refuse(f"the checkpoint {final} could not be written: {_first_line(error)}. The earlier checkpoints are as they were; "
-               "make room (or mend the folder's permissions) and give the same command again, it continues from the newest.")
+        yield
+    except FAILURES as error:
+        # Told in any case: of a full disk torch.save says "unexpected pos 704 vs 598".
+        free = shutil.disk_usage(final.parent).free if final.parent.exists() else 0
+        shutil.rmtree(_temporary(final), ignore_errors=True)
+        refuse(f"the checkpoint {final} could not be written: {_first_line(error)} ({free:,} bytes are free on that disk). The "
+               "earlier checkpoints are as they were; make room (or mend the folder's permissions) and give the same "
+               "command again, it continues from the newest.")
 
 
 def _first_line(error):
@@ -78,28 +167,52 @@ def _first_line(error):
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def prune(run_dir, kind, keep):
-    """Removes all but the newest `keep` checkpoints that are whole (0: keeps all). Broken ones never count as kept."""
-    if not keep:
+def prune(run_dir, kind, keep, keep_best=0):
+    """Removes all but the newest `keep` checkpoints (0: keeps all), and but the `keep_best` with the lowest held-out loss
+    among those that were measured when they were saved.
+
+    Only what is read now and found sound counts as kept: nothing is removed for the sake of a broken one."""
+    steps = steps_of(run_dir, kind)
+    if not keep or len(steps) <= keep:
         return
-    whole = [step for step in steps_of(run_dir, kind) if (folder_of(run_dir, kind, step) / "manifest.json").exists()]
-    for step in whole[keep:]:
-        shutil.rmtree(folder_of(run_dir, kind, step))
+    sound = [step for step in steps if not verify(folder_of(run_dir, kind, step))]
+    if len(sound) < keep:
+        return
+    measured = {step: read_json(folder_of(run_dir, kind, step) / "training.json", missing={}).get("val_loss")
+                for step in sound} if keep_best else {}
+    best = sorted((loss, step) for step, loss in measured.items() if loss is not None)[:keep_best]
+    for step in steps:
+        if step < sound[keep - 1] and step not in [step for _, step in best]:
+            folder = folder_of(run_dir, kind, step)
+            try:
+                # By another name first: a removal that is interrupted would leave a damaged checkpoint.
+                shutil.rmtree(_temporary(folder), ignore_errors=True)
+                shutil.rmtree(folder.rename(_temporary(folder)))
+            except OSError as error:
+                print(f"note: {folder} could not be removed: {error.strerror}", file=sys.stderr, flush=True)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
-def resume(run_dir, modules, optimizers, setup):
+def resume(run_dir, modules, optimizers, setup, elsewhere="", trust_state=False):
     """Continues from the newest full checkpoint that verifies: fills modules and optimizers, the random state, and returns
-    its state dict; None when there is nothing to continue from. Rank 0 decides which one, for all.
+    its state dict; None when there is nothing to continue from. A run that has none yet may take one of another run,
+    `elsewhere`.
 
-    Checkpoints that lie ahead of it belong to a past that will not happen, and keep another name; half-written folders of
-    a killed run are removed."""
-    folder = from_main(newest(run_dir, "full") if setup.is_main else None, setup)
-    state = load_full(folder, modules, optimizers, setup) if folder else None
+    Rank 0 decides which one, for all; each rank reads and compares other files of it. Checkpoints that lie ahead of it
+    belong to a past that will not happen, and keep another name; half-written folders of a killed run are removed."""
+    wait()
+    folder = _newest_for_all(run_dir, setup)
+    if folder is None and elsewhere:
+        folder = Path(elsewhere)
+        if problems := _faults_for_all(folder, setup):
+            refuse_once(setup, *problems, f"{folder}: nothing is loaded from it.")
+    state = None
+    if folder:
+        refuse_foreign(folder, run_dir, trust_state, setup)
+        state = load_full(folder, modules, optimizers, setup)
+        setup.say(f"continuing from {folder}, after step {state['step']}")
     if setup.is_main:
-        if state is not None:
-            print(f"continuing from {folder}, after step {state['step']}", flush=True)
         for kind in PREFIX:
             for step in steps_of(run_dir, kind):
                 if state is None or step > state["step"]:
@@ -108,6 +221,34 @@ def resume(run_dir, modules, optimizers, setup):
             shutil.rmtree(temporary)
     barrier(setup)
     return state
+
+
+def _newest_for_all(run_dir, setup):
+    """The newest full checkpoint that verifies. Refuses when ranks see different ones: with a folder on each machine's
+    own disk, some would continue and others begin anew."""
+    manifests = {step: folder_of(run_dir, "full", step) / "manifest.json" for step in steps_of(run_dir, "full")}
+    seen = from_all({step: sha256_file(path) for step, path in manifests.items() if path.exists()}, setup)
+    if unlike := [rank for rank, theirs in enumerate(seen) if theirs != seen[0]]:
+        shown = lambda rank: ", ".join(f"{step}" for step in seen[rank]) or "none"
+        refuse_once(setup, f"{run_dir}: the processes do not see the same full checkpoints: rank 0 those of steps "
+                    f"{shown(0)}; rank {unlike[0]} {shown(unlike[0])}" + ", with other content" * (
+                        seen[0].keys() == seen[unlike[0]].keys()) + ". Every machine needs the same out_dir, on a disk "
+                    "that all share.")
+    return newest(run_dir, "full", lambda folder: _faults_for_all(folder, setup), say=setup.is_main)
+
+
+def _faults_for_all(folder, setup):
+    """verify(), but each rank reads its share of the files."""
+    return [problem for problems in from_all(verify(folder, setup.rank, setup.world), setup) for problem in problems]
+
+
+def refuse_foreign(folder, run_dir, trust_state, setup):
+    """Refuses a full checkpoint from outside the run's out_dir: reading it can run any code that its writer put in."""
+    if trust_state or Path(run_dir).resolve().parent in folder.resolve().parents:
+        return
+    refuse_once(setup, f"{folder} lies outside this run's out_dir. A full checkpoint is trusted like code: what describes "
+                "its tensors is a pickle, which can run anything when it is opened. From others take light checkpoints "
+                "(step_NNNNNNNN), with --init_from. If you wrote this one yourself: --trust_state=True")
 
 
 @torch.no_grad()

@@ -84,10 +84,14 @@ def plain(value):
     return json.loads(json.dumps(value, default=unpack), parse_constant=lambda word: None)
 
 
-def write_json(path, obj):
-    """Writes the dict `obj` with its format_version, readable by people: one key a line."""
+def json_text(obj):
+    """The dict `obj` with its format_version as JSON, readable by people: one key a line."""
     content = {"format_version": FORMAT_VERSION, **obj, "format_version": FORMAT_VERSION}
-    write_atomic(path, json.dumps(plain(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    return json.dumps(plain(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write_json(path, obj):
+    write_atomic(path, json_text(obj))
 
 
 def read_json(path, missing=None):

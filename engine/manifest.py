@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from engine.files import fsync_folder, sha256_file, write_json
+from engine.files import fsync_folder, json_text, sha256_file
 
 PREFIX = {"light": "step", "full": "full"}
 
@@ -31,9 +31,11 @@ def publish(temporary, final):
     paths = sorted(temporary.rglob("*"))
     for path in paths:
         fsync_folder(path)
-    write_json(temporary / "manifest.json", {"files": {
-        str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-        for path in paths if path.is_file()}})
+    listed = {str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+              for path in paths if path.is_file()}
+    (temporary / "manifest.json").write_text(json_text({"files": listed}), encoding="utf-8")
+    fsync_folder(temporary / "manifest.json")
+    fsync_folder(temporary)
     if final.exists():                  # a step that was reached before and is broken: it must not stand in the way
         abandon(final)
     os.replace(temporary, final)
@@ -47,8 +49,9 @@ def abandon(folder):
     os.replace(folder, folder.with_name(f"{folder.name}.abandoned-{number}"))
 
 
-def verify(folder):
-    """Sentences about everything that is wrong with a folder's files; none when it is sound. Reads every byte."""
+def verify(folder, part=0, parts=1):
+    """Sentences about everything that is wrong with a folder's files; none when it is sound. Reads every byte, or of
+    every `parts`-th file, from the `part`-th on, where several processes divide the work."""
     folder = Path(folder)
     if not (folder / "manifest.json").exists():
         return [f"{folder} has no manifest.json: its writing was interrupted"]
@@ -58,7 +61,7 @@ def verify(folder):
     except (OSError, ValueError, KeyError, TypeError, AttributeError):      # a bit may flip in the manifest as well
         return [f"{folder}/manifest.json is damaged"]
     problems = []
-    for name, (size, checksum) in listed.items():
+    for name, (size, checksum) in list(listed.items())[part::parts]:
         path = folder / name
         try:
             if not path.is_file():
@@ -72,13 +75,14 @@ def verify(folder):
     return problems
 
 
-def newest(run_dir, kind="light"):
-    """The newest checkpoint in a run's folder that verifies, or None; prints which it skipped and why."""
+def newest(run_dir, kind="light", faults=verify, say=True):
+    """The newest checkpoint in a run's folder that verifies, or None; says which it skipped and why."""
     for step in steps_of(run_dir, kind):
         folder = folder_of(run_dir, kind, step)
-        problems = verify(folder)
+        problems = faults(folder)
         if not problems:
             return folder
         more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
-        print(f"skipping a damaged checkpoint: {problems[0]}{more}", file=sys.stderr, flush=True)
+        if say:
+            print(f"skipping a damaged checkpoint: {problems[0]}{more}", file=sys.stderr, flush=True)
     return None

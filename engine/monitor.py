@@ -78,10 +78,13 @@ def read_lines(path):
 
 
 def read_log(run_dir):
-    """The records of a run in order, each step once. What an attempt logged behind the place where a later one took up
-    is left out: those steps were done again."""
-    records = []
+    """The records of a run in order, each step once: what became known of a step after its line was written stands in
+    another line. What an attempt logged behind the place where a later one took up is left out: those steps were done
+    again."""
+    records, place = [], lambda record: (record["attempt"], record["step"])
     for record in read_lines(Path(run_dir) / "log.jsonl"):
+        if records and place(records[-1]) == place(record):
+            record = {**records.pop(), **record}
         while records and records[-1]["step"] >= record["step"]:
             records.pop()
         records.append(record)

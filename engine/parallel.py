@@ -94,18 +94,34 @@ def all_sum(tensor, setup):
     return tensor
 
 
-def from_main(value, setup):
+def from_main(value, setup, group=None):
     """Rank 0's value (whatever can be pickled), on all ranks: what must be decided once is decided there."""
     if setup.world == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
+
+
+def from_all(value, setup):
+    """[each rank's value], on all ranks."""
+    if setup.world == 1:
+        return [value]
+    values = [None] * setup.world
+    dist.all_gather_object(values, value)
+    return values
 
 
 def barrier(setup):
     if setup.world > 1:
         dist.barrier()
+
+
+def refuse_once(setup, *problems):
+    """refuse for what every rank finds alike: one of each machine says it, all of them end."""
+    if problems and setup.local_rank:
+        raise SystemExit(2)
+    refuse(*problems)
 
 
 def finish(setup):

@@ -1,12 +1,14 @@
 """What every training stage does with its folder: take it, tell if it is new, half done or done, and save into it."""
 import hashlib
+import time
 from pathlib import Path
 
 import torch
 
-from configurator import changed_keys, refuse
+from configurator import changed_keys
 from engine import checkpoint, parallel
-from engine.files import lock_folder, read_json, sha256_file, write_json
+from engine.files import lock_folder, read_json, sha256_file, write_atomic, write_json
+from engine.parallel import refuse_once
 
 
 def open_run(config, stage, setup, **made_from):
@@ -38,8 +40,17 @@ def open_run(config, stage, setup, **made_from):
         parallel.finish(setup)
         return folder, None
     parallel.barrier(setup)             # nobody writes before everybody has compared
-    on_main(lambda: (config.save(folder), write_json(folder / "inputs.json", prints)), setup)
+    on_main(lambda: record(config, folder, prints), setup)
     return folder, lock
+
+
+def record(config, folder, prints):
+    """What the run is made with: config.json and inputs.json for programs; config_hash.txt, of which every checkpoint gets
+    a copy, in a few lines for people."""
+    config.save(folder)
+    write_json(folder / "inputs.json", prints)
+    facts = {"config": config.hash, **prints, "commit": read_json(folder / "config.json")["commit"]}
+    write_atomic(folder / "config_hash.txt", "".join(f"{what} {value}\n" for what, value in facts.items()))
 
 
 def on_main(work, setup):
@@ -67,13 +78,6 @@ def fingerprint(path):
     return hashlib.sha256("".join(map(sha256_file, files)).encode()).hexdigest()[:16]
 
 
-def refuse_once(setup, *problems):
-    """refuse for what every rank finds alike: one of each machine says it, all of them end."""
-    if problems and setup.local_rank:
-        raise SystemExit(2)
-    refuse(*problems)
-
-
 def refuse_missing(setup, wanted, *advice):
     """Refuses when files or folders are missing, all of them at once. wanted: {path: what it holds}; advice: how to
     come by them."""
@@ -82,26 +86,35 @@ def refuse_missing(setup, wanted, *advice):
 
 
 def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, facts, setup):
-    """Saves after step `done` of `total` what the intervals ask for, and removes what is older than config.keep; ->
-    whether it did. Light before full: where a full checkpoint is, the light one of its step is too. The first of
-    modules is the model that a light checkpoint holds. Weights that are not finite are never saved. A stage without
-    these keys saves no light checkpoints here, and keeps one."""
+    """Saves after step `done` of `total` what the intervals ask for; -> the seconds that this has stopped the loop, 0.0
+    when nothing was due. Then removes what config.keep and keep_best do not keep.
+
+    Light before full: where a full checkpoint is, the light one of its step is too. The first of modules is the model
+    that a light checkpoint holds. Weights that are not finite are never saved. A stage without these keys saves no light
+    checkpoints here, and keeps one."""
     due = [kind for kind, every in (("light", getattr(config, "save_light", 0)), ("full", config.save_full))
            if done == total or every and done % every == 0]
     if not due:
-        return False
+        return 0.0
+    began = time.perf_counter()
     model = next(iter(modules.values()))
     if not all(torch.isfinite(p).all() for p in model.parameters()):
         refuse_once(setup, f"step {done}: weights are no longer finite, so nothing is saved; the checkpoints before "
                            "are sound. Lower --learning_rate, or look at the steps before this one in log.jsonl.")
+
+    def tidy():
+        for kind in due:
+            best = getattr(config, "keep_best", 0) if kind == "light" else 0    # the other kind is there to continue from
+            checkpoint.prune(folder, kind, getattr(config, "keep", 1), best)
     if "light" in due:
         checkpoint.save_light(folder, done, model, tokenizer, setup, facts)
     if "full" in due:
-        checkpoint.save_full(folder, done, modules, optimizers, facts, setup)
-    if setup.is_main:
-        for kind in due:
-            checkpoint.prune(folder, kind, getattr(config, "keep", 1))
-    return True
+        checkpoint.save_full(folder, done, modules, optimizers, facts, setup, getattr(config, "async_save", True), tidy)
+    elif setup.is_main:
+        checkpoint.do_in_background(tidy, folder)
+    if done == total:
+        checkpoint.wait()
+    return time.perf_counter() - began
 
 
 def refuse_hopeless(in_a_row, step, what, config, setup):

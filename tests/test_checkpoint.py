@@ -3,6 +3,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,8 @@ def bits(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def save(run, at, model, optimizer, **state):
-    return checkpoint.save_full(run, at, {"model": model}, {"model": optimizer}, state, ALONE)
+def save(run, at, model, optimizer, setup=ALONE, in_background=False, then=None, **state):
+    return checkpoint.save_full(run, at, {"model": model}, {"model": optimizer}, state, setup, in_background, then)
 
 
 def test_everything_comes_back_and_the_next_step_is_the_same(tmp_path):
@@ -118,7 +119,7 @@ def test_everything_is_on_the_disk_before_the_folder_gets_its_name(tmp_path, mon
     monkeypatch.setattr(os, "fsync", lambda descriptor: events.append(os.fstat(descriptor).st_ino))
     monkeypatch.setattr(os, "replace", lambda old, new, real=os.replace: (events.append(new), real(old, new)))
     publish(temporary, final)
-    manifest, named = events.index(temporary / "manifest.json"), events.index(final)
+    manifest, named = events.index((final / "manifest.json").stat().st_ino), events.index(final)
     assert inside <= set(events[:manifest]) and final.stat().st_ino in events[manifest:named]
     assert events[named + 1:] == [tmp_path.stat().st_ino]
 
@@ -142,16 +143,33 @@ def test_a_resume_sets_aside_what_lies_ahead(tmp_path):
     assert newest(tmp_path, "light").name == "step_00000010" and (tmp_path / "step_00000020.abandoned-1").is_dir()
 
 
-def test_prune_keeps_the_newest_whole_ones(tmp_path):
+def test_prune_keeps_the_newest_that_are_sound(tmp_path):
     model, optimizer = trained(1)
-    for at in (1, 2, 3, 4):
+    for at in (1, 2, 3, 4, 5):
         save(tmp_path, at, model, optimizer)
-    (tmp_path / "full_00000004" / "manifest.json").unlink()
+    damage("manifest", tmp_path / "full_00000005"), damage("bit", tmp_path / "full_00000003")
+    (tmp_path / "full_00000001.tmp").mkdir()            # left of a removal that was interrupted
+    left = lambda: sorted(int(p.name[5:]) for p in tmp_path.glob("full_*"))
     checkpoint.prune(tmp_path, "full", 2)
-    left = sorted(p.name for p in tmp_path.glob("full_*"))
-    assert left == ["full_00000002", "full_00000003", "full_00000004"]             # the broken one never counts as kept
+    assert left() == [2, 3, 4, 5]                       # the broken ones never count as kept
+    checkpoint.prune(tmp_path, "full", 3)
+    assert left() == [2, 3, 4, 5]                       # of three that are asked for there are only two
+    checkpoint.prune(tmp_path, "full", 1)
+    assert left() == [4, 5]
     checkpoint.prune(tmp_path, "full", 0)
-    assert len(list(tmp_path.glob("full_*"))) == 3
+    assert left() == [4, 5]
+
+
+def test_prune_keeps_the_best_as_well(tmp_path):
+    model = small_llama(1)
+    for at, loss in enumerate((3.0, 1.0, 1.5, None, 2.0, 2.5), start=1):
+        checkpoint.save_light(tmp_path, at, model, byte_tokenizer(), ALONE, {"val_loss": loss})
+    left = lambda: sorted(int(p.name[5:]) for p in tmp_path.glob("step_*"))
+    damage("truncated", tmp_path / "step_00000002")
+    checkpoint.prune(tmp_path, "light", 2, keep_best=1)
+    assert left() == [3, 5, 6]                          # the best that is sound, not the best that was
+    checkpoint.prune(tmp_path, "light", 1)
+    assert left() == [6]
 
 
 def test_another_shape_is_refused(tmp_path, capsys):
@@ -197,11 +215,68 @@ def test_disk_full_loses_nothing(small_disk, capsys):
     assert "could not be written" in capsys.readouterr().err and not list(small_disk.glob("*.tmp"))
 
 
+def held_back(monkeypatch):
+    """Saves in the background do not write before this event is set."""
+    go, real = threading.Event(), checkpoint.dcp.save
+    monkeypatch.setattr(checkpoint.dcp, "save", lambda *words, **more: (go.wait(60), real(*words, **more)))
+    return go
+
+
+def test_a_save_in_the_background_has_the_state_of_its_step(tmp_path, monkeypatch):
+    """Twice, since the second one finds the memory that the first one used; lists in the state go on changing as well."""
+    model, optimizer = trained()
+    for at in (3, 4):
+        with monkeypatch.context() as patch:
+            go, window = held_back(patch), [at]
+            torch.manual_seed(at)
+            folder = save(tmp_path, at, model, optimizer, in_background=True, window=window)
+            drawn, weights, moments = torch.rand(5), bits(model), optimizer.state[model.model.norm.weight]["exp_avg"].clone()
+            step(model, optimizer, at)
+            window.append("later")
+            assert not folder.exists() and not torch.equal(bits(model), weights)
+            go.set()
+            checkpoint.wait()
+        other, fresh = small_llama(2), None
+        fresh = adamw(other, 1e-3, 0.1)
+        state = checkpoint.load_full(folder, {"model": other}, {"model": fresh}, ALONE)
+        assert verify(folder) == [] and state["window"] == [at] and torch.equal(bits(other), weights)
+        assert torch.equal(fresh.state[other.model.norm.weight]["exp_avg"], moments) and torch.equal(torch.rand(5), drawn)
+
+
+def test_one_save_at_a_time_and_what_is_old_goes_last(tmp_path, monkeypatch):
+    model, optimizer = trained(1)
+    save(tmp_path, 1, model, optimizer)
+    go, seen = held_back(monkeypatch), []
+    second = save(tmp_path, 2, model, optimizer, in_background=True,
+                  then=lambda: (seen.append(second.exists()), checkpoint.prune(tmp_path, "full", 1)))
+    assert [path.name for path in tmp_path.glob("full_????????")] == ["full_00000001"]      # until there is another
+    threading.Timer(0.3, go.set).start()
+    checkpoint.save_light(tmp_path, 2, model, byte_tokenizer(), ALONE)                      # waits
+    assert seen == [True] and [path.name for path in tmp_path.glob("full_*")] == ["full_00000002"]
+
+
+@pytest.mark.parametrize("next_call", ["save", "wait"])
+def test_a_full_disk_in_the_background_is_told_by_the_next_save_or_the_end(small_disk, capsys, next_call):
+    model, optimizer = trained(1)
+    first = save(small_disk, 1, model, optimizer)
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 8192))
+    save(small_disk, 2, model, optimizer, in_background=True)
+    with pytest.raises(SystemExit) as stop:
+        checkpoint.wait() if next_call == "wait" else save(small_disk, 3, model, optimizer, in_background=True)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "full_00000002 could not be written" in said
+    assert int(said.split(" bytes are free")[0].split("(")[-1].replace(",", "")) <= 8192
+    assert newest(small_disk, "full") == first and not list(small_disk.glob("*.tmp"))
+    (small_disk / "filler").unlink(), shutil.rmtree(first)
+    save(small_disk, 2, model, optimizer, in_background=True), checkpoint.wait()            # nothing is left of the failure
+    assert newest(small_disk, "full").name == "full_00000002"
+
+
 KILLED = """
 import os, signal, sys, torch
 sys.path[:0] = [{root!r}, {tests!r}]
 from test_checkpoint import trained, save
-from engine import manifest
+from engine import checkpoint
 count, target = 0, int(sys.argv[2])
 def die_at(event, args):
     # An audit hook sees every open, rename and removal that Python does: the target-th one is the last.
@@ -215,14 +290,16 @@ model, optimizer = trained(1)
 save(sys.argv[1], 1, model, optimizer)
 sys.addaudithook(die_at)
 armed = True
-save(sys.argv[1], 2, model, optimizer)
+save(sys.argv[1], 2, model, optimizer, in_background=True, then=lambda: checkpoint.prune(sys.argv[1], "full", 1))
+checkpoint.wait()
 armed = False
 print("events", count)
 """
 
 
 def test_kill_in_the_middle_of_a_save(tmp_path):
-    """kill -9 at points all through a save: what is found afterwards is whole, the old one or the new one."""
+    """kill -9 at points all through a save in the background and the removal of the one before: what is found afterwards is
+    whole, the old one or the new one, and nothing else bears the name of a checkpoint."""
     script = tmp_path / "killed.py"
     script.write_text(KILLED.format(root=str(ROOT), tests=str(ROOT / "tests")))
     run = lambda folder, at: subprocess.run([sys.executable, str(script), str(folder), str(at)], capture_output=True, text=True,
@@ -230,8 +307,87 @@ def test_kill_in_the_middle_of_a_save(tmp_path):
     whole = run(tmp_path / "all", 0)
     events = int(whole.stdout.split("events")[1])
     assert events > 10, whole.stderr
-    for at in sorted({1, 3, events // 3, 2 * events // 3, events - 2, events}):
+    for at in sorted({1, events // 3, 2 * events // 3, events - 12, events - 4, events - 1}):
         folder = tmp_path / f"killed{at}"
         assert run(folder, at).returncode == -9
         found = newest(folder, "full")
         assert found is not None and verify(found) == [] and read_json(found / "state.json")["step"] in (1, 2)
+        assert not any(verify(path) for path in folder.glob("full_????????")), at
+
+
+MOVED = """
+import hashlib, os, sys
+sys.path[:0] = [{root!r}, {tests!r}]
+from pathlib import Path
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from engine import checkpoint, parallel
+from engine.optim import adamw
+from small import small_llama
+from test_checkpoint import save, step, trained
+
+def said(what, model, optimizer):
+    digest = hashlib.sha256()
+    for name, tensor in sorted(checkpoint._tensors({{"model": model}}, {{"model": optimizer}}).items()):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        digest.update(name.encode() + whole.contiguous().numpy().tobytes())
+    print(what, setup.world, digest.hexdigest(), flush=True)
+
+def sharded(model):
+    "Every weight cut along its first dimension over both processes: as tensor parallelism and FSDP hold them."
+    mesh, done = init_device_mesh("cpu", (2,)), {{}}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and id(p) not in done:
+                done[id(p)] = torch.nn.Parameter(distribute_tensor(p.data, mesh, [Shard(0)]))
+            module._parameters[name] = done.get(id(p))
+    return model
+
+def loaded(folder, model):
+    optimizer = adamw(model, 1e-3, 0.1)
+    checkpoint.load_full(folder, {{"model": model}}, {{"model": optimizer}}, setup)
+    return model, optimizer
+
+setup = parallel.start("cpu", "fp32", True, 1)
+run = Path(sys.argv[1])
+if sys.argv[2] == "save":
+    model, optimizer = trained()
+    said("saved", model, optimizer)
+    save(run, 3, model, optimizer, setup, in_background=True)
+    checkpoint.wait()
+    said("sharded", *(pair := loaded(run / "full_00000003", sharded(small_llama(2)))))
+    save(run, 4, *pair, setup, in_background=True)
+    with torch.no_grad():
+        pair[0].model.norm.weight.zero_()           # the copy is being written
+    checkpoint.wait()
+    own = run / ("rank" + os.environ["RANK"])       # as if out_dir were on each machine's own disk
+    own.mkdir()
+    if setup.is_main:
+        (own / "full_00000003").symlink_to(run / "full_00000003")
+    checkpoint.resume(own, {{"model": model}}, {{"model": optimizer}}, setup)
+for at in (3, 4):
+    said("plain" + str(at), *loaded(run / f"full_0000000{{at}}", small_llama(2)))
+"""
+
+
+def test_other_numbers_of_processes_and_other_layouts_have_the_same_state(tmp_path):
+    """2 -> 1, 3 and 4 processes; plain tensors -> shards over 2 -> plain ones. Weights and moments are the same bits."""
+    script = tmp_path / "moved.py"
+    script.write_text(MOVED.format(root=str(ROOT), tests=str(ROOT / "tests")))
+
+    def launch(processes, what, code=0):
+        words = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port=0",
+                 "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"] * (processes > 1) or [sys.executable]
+        done = subprocess.run([*words, str(script), str(tmp_path), what], capture_output=True, text=True, timeout=300,
+                              env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert done.returncode == code, done.stdout + done.stderr
+        return [line.split() for line in done.stdout.splitlines() if line.count(" ") == 2], done.stderr
+    hashes, complaint = launch(2, "save", code=1)
+    assert "rank 0 those of steps 3; rank 1 none" in complaint and "the same out_dir" in complaint
+    assert verify(tmp_path / "full_00000003") == verify(tmp_path / "full_00000004") == []
+    for processes in (1, 3, 4):
+        hashes += launch(processes, "load")[0]
+    assert sorted({(what, int(world)) for what, world, _ in hashes}) == [
+        *(("plain3", n) for n in (1, 3, 4)), *(("plain4", n) for n in (1, 3, 4)), ("saved", 2), ("sharded", 2)]
+    assert len({digest for *_, digest in hashes}) == 1, hashes

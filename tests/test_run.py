@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from configurator import configure
-from engine import parallel, run
+from engine import checkpoint, parallel, run
 from engine.run import fingerprint, open_run, save_when_due
 from small import ALONE, ROOT
 
@@ -74,8 +74,8 @@ def save(monkeypatch):
     """save(step, **intervals) -> what a run of 7 steps wrote and pruned after that step."""
     calls = []
     monkeypatch.setattr(run.checkpoint, "save_light", lambda folder, step, *_: calls.append(("light", step)))
-    monkeypatch.setattr(run.checkpoint, "save_full", lambda folder, step, *_: calls.append(("full", step)))
-    monkeypatch.setattr(run.checkpoint, "prune", lambda folder, kind, keep: calls.append((f"prune {kind}", keep)))
+    monkeypatch.setattr(run.checkpoint, "save_full", lambda *words: (calls.append(("full", words[1])), words[-1]()))
+    monkeypatch.setattr(run.checkpoint, "prune", lambda folder, kind, keep, best: calls.append((f"prune {kind}", keep)))
 
     def make(step, save_light, save_full, value=1.0):
         calls.clear()
@@ -83,7 +83,8 @@ def save(monkeypatch):
         torch.nn.init.constant_(model.bias, value)
         config = SimpleNamespace(save_light=save_light, save_full=save_full, keep=5)
         saved = save_when_due("run", step, 7, config, {"model": model}, {}, None, {}, ALONE)
-        assert saved == bool(calls)
+        checkpoint.wait()
+        assert (saved > 0) == bool(calls)
         return list(calls)
     make.calls = calls
     return make
