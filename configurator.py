@@ -45,19 +45,23 @@ ROOT = Path(__file__).resolve().parent
 # config hash, so two runs with one hash are the same experiment. A key that is not listed counts as changing results.
 RESULT_FREE = [
     "data_dir", "out_dir",                                                        # folders
-    "log_every", "log_samples", "eval_every", "save_light", "save_full",           # intervals, records
+    "log_every", "log_samples", "eval_every", "save_light", "save_full",          # intervals, records
     "eval_blocks", "eval_conversations", "show", "verdicts",                      # how much to look at
     "keep", "keep_best", "async_save", "trust_state",                             # checkpoints
     "device", "threads", "workers",                                               # machines
     "recompute",             # memory against time, the same bits
     "micro_batch_size", "loss_chunk",      # the loss is a sum over the global batch, so any split of it has the same gradient
-    "max_bad_steps",         # when to give up
+    "max_bad_steps", "timeout",            # when to give up, and on whom
+    "log_blocks", "peak_flops", "profile", "watch_stats",                         # gauges
 ]
 
 # Keys that may differ when a run is resumed; a change of any other one is refused (changed_keys). Beyond the list above
 # these are the same mathematics with other rounding. max_steps is not among them, since the learning rate is a function
 # of it: to train a finished model further, start a new run with --init_from.
-MAY_CHANGE_ON_RESUME = RESULT_FREE + ["attention", "compile", "deterministic"]
+MAY_CHANGE_ON_RESUME = RESULT_FREE + [
+    "attention", "compile", "deterministic", "watch_nan",
+    "on_spike", "spike_z", "spike_norm", "spike_window", "rollback_window", "rollback_lr", "max_rollbacks",
+]
 
 
 # What is recorded of the environment, by the beginnings of the names. Never all of it: that holds people's tokens, and

@@ -7,15 +7,17 @@ Pretraining: token shards in, a Llama out.
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/llama2_7b.py
 
 Give the same command again after any interruption: it continues from the newest full checkpoint that is sound, and on a
-CPU comes to the same weights, bit for bit, as if nothing had happened. A finished run does nothing.
+CPU comes to the same weights, bit for bit, as if nothing had happened. A finished run does nothing. SIGTERM or SIGUSR1 to
+any process: everything is saved after the step, exit status 75 ("try again"; torchrun makes 1 of it).
 
 Needs data_dir/tokens (prepare_data.py) and data_dir/tokenizer (train_tokenizer.py). Writes, in out_dir/pretrain:
 
     config.json          the configuration, versions, commit; in config_hash.txt its hash, and those of code and data
-    log.jsonl            one line per logged step; tensorboard/ has the same numbers
+    log.jsonl            one line per logged step, see engine/gauges.py; tensorboard/ has the same numbers
     step_NNNNNNNN/       light checkpoints: Hugging Face folders
     full_NNNNNNNN/       full checkpoints: what a run continues from
     samples/             with log_samples: which blocks each rank took in each step (doctor.py --order=DIR proves them)
+    rollbacks.json       where the run went back past bad data (on_spike), and which documents these were
     result.json          the numbers of the finished run
 """
 import math
@@ -26,17 +28,20 @@ from pathlib import Path
 import torch
 
 from configurator import configure, refuse
-from engine import checkpoint, parallel
+from engine import checkpoint, ladder, parallel
+from engine.alive import TRY_AGAIN, Alive
 from engine.files import write_json
+from engine.gauges import Gauges, flops_per_token
 from engine.hf import find_folder, inexpressible, lengthen, load_weights, read_config
 from engine.loader import open_mixture, plan_step, read_ahead
 from engine.loss import model_losses
 from engine.monitor import Monitor, read_log
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
-from engine.run import open_run, refuse_hopeless, refuse_missing, refuse_once, save_when_due
+from engine.run import on_main, open_run, refuse_missing, refuse_once, save_when_due
 from engine.samples import log_sample, open_samples
 from engine.shards import batch, begins_of
 from engine.tokenizer import Tokenizer, find_tokenizer
+from engine.watch import Watch, watch_problems
 from model import Llama, ModelConfig
 
 # data and folders
@@ -91,7 +96,21 @@ save_full = 250                 # steps between full ones
 async_save = True               # full checkpoints are copied, and written to the disk beside the next steps
 keep = 2                        # newest checkpoints of each kind that are kept; 0: all
 keep_best = 1                   # light ones that are kept beyond those, for the lowest held-out loss (see eval_every)
-max_bad_steps = 10              # so many steps in a row with a loss or gradient that is not finite end the run
+# when things go wrong, see engine/ladder.py
+max_bad_steps = 10              # so many skipped steps in a row end the run, or send it back if on_spike is 'skip' or 'rollback'
+on_spike = "log"                # a gradient norm that leaps: 'log' it, 'skip' the step, 'rollback' before it, or 'stop'
+spike_z = 6.0                   # standard deviations above the mean of the recent norms that are a leap; 0: no matter
+spike_norm = 5.0                # after the warm-up a norm above this is a leap as well; 0: no matter
+spike_window = 128              # recent norms: those of so many steps
+rollback_window = 16            # steps of data that are left out after a roll-back: the one that leapt and those before it
+rollback_lr = 0.8               # what the learning rate is multiplied by in a roll-back
+max_rollbacks = 3               # then the run ends
+timeout = 60.0                  # seconds after which a process that gives no sign of life ends the run
+log_blocks = False              # the update-to-weight ratio of each block as well
+peak_flops = 0.0                # FLOP/s of one device for the MFU; 0: from the table in engine/gauges.py, if it is there
+profile = ""                    # STEP:COUNT: a profiler's trace of so many steps from that on, in out_dir/pretrain/profile
+watch_nan = False               # names the module and tensor that first was not finite; slow, and without torch.compile
+watch_stats = 0                 # every so many steps: mean, std and maximum of what each block gives, and of its gradient
 # the machine
 device = "auto"                 # 'auto', 'cpu' or 'cuda'
 dtype = "auto"                  # of matrix products: 'bf16' or 'fp32'; auto: bf16 where the machine has it natively
@@ -151,10 +170,10 @@ def check(config, shape, tokenizer, train, setup):
                  f"(block_size + 1 = {config.block_size + 1}): more text, or a smaller block_size"
                  for source in train.sources if source.n_tokens <= config.block_size]
     problems += config.below_one("block_size", "micro_batch_size", "max_steps", "batch_tokens", "log_every", "eval_every",
-                                 "eval_blocks", "max_bad_steps")
+                                 "eval_blocks")
     problems += [f"{name} must not be negative, found {getattr(config, name)}" for name in ("loss_chunk", "z_loss")
                  if getattr(config, name) < 0]
-    problems += optimiser_problems(config)
+    problems += optimiser_problems(config) + ladder.ladder_problems(config) + watch_problems(config)
     if config.separate_documents and shape.sliding_window:
         problems.append(f"separate_documents does not go with sliding_window = {shape.sliding_window}: its mask has no window")
     if config.separate_documents and (shape.rope_scaling or {}).get("rope_type") == "longrope":
@@ -196,11 +215,12 @@ def losses_of(model, x, y, config, tokenizer):
     return model_losses(model, x, y, config.loss_chunk, config.z_loss, begins=begins)
 
 
-def forward_backward(model, micro_batches, config, tokenizer, setup):
+def forward_backward(model, micro_batches, config, tokenizer, setup, rows=None):
     """Gradients of the global step's mean loss, left in the parameters; -> the step's sums over all ranks.
 
     Each loss is divided by the weight of the whole global step and not by its own micro-batch's: the same gradient for any
-    split over micro-batches and ranks. DDP divides by the number of ranks, hence the factor."""
+    split over micro-batches and ranks. DDP divides by the number of ranks, hence the factor.
+    rows: a list that gets, of each micro-batch, the losses and the weights of its sequences, (B, 2)."""
     total = torch.zeros(9, dtype=torch.float64, device=setup.device)
     weight = parallel.all_sum(sum(w.sum() for _, _, w in micro_batches).double(), setup).clamp(min=1)
     for x, y, w in parallel.accumulate(micro_batches, model):
@@ -208,14 +228,35 @@ def forward_backward(model, micro_batches, config, tokenizer, setup):
             objectives, losses = losses_of(model, x, y, config, tokenizer)        # (B, T)
         ((objectives * w).sum() * setup.world / weight.float()).backward()
         total += sums(losses, x, y, w, tokenizer)
+        if rows is not None:
+            rows.append(torch.stack([losses.detach() * w, w], -1).double().sum(1))
     total = parallel.all_sum(total, setup)
     total[0] /= weight
     return total
 
 
+def block_losses(rows, n, setup):
+    """(n,) float64: the mean loss of each of a step's n blocks, in their order. rows: of forward_backward, this rank's."""
+    found = torch.zeros(n, 2, dtype=torch.float64, device=setup.device)
+    found[setup.rank::setup.world] = torch.cat(rows)            # as parallel.my_share deals them out
+    loss, weight = parallel.all_sum(found, setup).cpu().unbind(1)
+    return (loss / weight.clamp(min=1)).numpy()
+
+
 def split_of(total):
     """{kind: mean loss} from a step's sums; a kind that did not occur is left out."""
     return {name: total[1 + i].item() / total[5 + i].item() for i, name in enumerate(KINDS) if total[5 + i] > 0}
+
+
+def losses_of_sources(rows, blocks, data, setup):
+    """{loss_of_NAME: mean loss} of each source that the global step had a block of; none where there is one source.
+    rows: of forward_backward, this rank's; blocks: of the whole step. All ranks must call it."""
+    if len(data.sources) == 1:
+        return {}
+    source = torch.from_numpy(data.source_of(blocks[setup.rank::setup.world])).to(setup.device)
+    total = torch.zeros(len(data.sources), 2, dtype=torch.float64, device=setup.device).index_add(0, source, torch.cat(rows))
+    total = parallel.all_sum(total, setup).tolist()
+    return {f"loss_of_{name}": loss / weight for name, (loss, weight) in zip(data.names, total) if weight}
 
 
 @torch.no_grad()
@@ -254,8 +295,13 @@ def evaluate_all(model, val, config, tokenizer, byte_counts, setup):
 
 
 def main(config):
-    # 1. Where we are, and one run per folder.
     setup = parallel.start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
+    with Alive(setup, config.timeout) as alive:
+        pretrain(config, setup, alive)
+
+
+def pretrain(config, setup, alive):
+    # 1. Where we are, and one run per folder.
     tokenizer, train, val = open_data(config, setup)
     source = find_folder(config.init_from) if config.init_from else None
     shape = shape_of(config, tokenizer, source)
@@ -270,84 +316,125 @@ def main(config):
     if source:
         load_weights(model, source)
     model.to(setup.device)
-    parallel.compile_blocks(model, setup, config.compile)
+    watch = Watch(run, model, config, setup)
+    parallel.compile_blocks(model, setup, config.compile and not config.watch_nan)
     betas = (config.beta1, config.beta2)
     optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay, betas)
 
     # 3. Continue where an earlier call stopped.
     modules, moments = {"model": model}, {"model": optimizers}
-    state = checkpoint.resume(run, modules, moments, setup, config.resume_from, config.trust_state)
-    state = state or {"step": 0, "in_a_row": 0, "tokens": 0, "data_hash": train.data_hash}
+    state = ladder.go_on(run, modules, moments, setup, config, data_hash=train.data_hash)
     if state["step"] >= config.max_steps and not read_log(run):
         refuse_once(setup, f"{config.resume_from} is after step {state['step']} already, and this run ends with max_steps = "
                     f"{config.max_steps}: a larger one, or a light checkpoint as init_from, which begins at step 0")
     if state["data_hash"] != train.data_hash:
         setup.say(f"note: {config.resume_from} was trained on other data; the order goes on at its step, but in this data")
-    tokens, in_a_row = state["tokens"], state["in_a_row"]
     model = parallel.wrap(model, setup)
 
     # 4. What it will cost, before it is spent.
     warmup = warmup_length(config.max_steps, config.warmup_steps)
     n_params = parallel.bare(model).n_params()
-    flops = 6 * n_params + 6 * shape.n_layer * shape.n_head * shape.head_dim * config.block_size    # per token, causal
+    flops = flops_per_token(shape, n_params, config.separate_documents)
+    gauges = Gauges(run, model, optimizers, flops, config, setup)
     setup.say(f"model       {n_params:,} parameters, {shape.n_layer} layers of {shape.n_embd}, vocabulary {shape.vocab_size:,}\n"
               f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, {setup.threads} threads\n"
               f"step        {config.batch_tokens:,} tokens = {setup.world} x {n_micro} x "
               f"{per_step // (setup.world * n_micro)} x {config.block_size} (processes, micro-batches, sequences, tokens)\n"
               f"data        {train.describe(config.max_steps * per_step)}\n"
               f"run         {config.max_steps:,} steps, {config.max_steps * config.batch_tokens:,} tokens; "
-              f"{flops * config.max_steps * config.batch_tokens:.2e} FLOPs; warm-up {warmup} steps")
+              f"{flops * config.max_steps * config.batch_tokens:.2e} FLOPs; warm-up {warmup} steps\n"
+              f"{gauges.formula}")
     byte_counts = [len(b) for b in tokenizer.token_bytes] + [0] * (shape.vocab_size - tokenizer.vocab_size)
     byte_counts = torch.tensor(byte_counts, device=setup.device)
     monitor = Monitor(run, setup, config.max_steps, state["step"], label="train")
     attempt = parallel.from_main(monitor.attempt if setup.is_main else None, setup)
     samples = open_samples(run, setup) if config.log_samples else None
-    skipped = [decision["window"] for decision in state.get("rollbacks", [])]               # of the data's plan
-    batches = read_ahead(train, state["step"], config.max_steps, skipped, per_step, config, setup)
+    step, tokens, in_a_row, recent, rollbacks = ladder.unpacked(state)
+    skipped = ladder.windows_of(rollbacks)                                                  # of the data's plan
+    batches = read_ahead(train, step, config.max_steps, skipped, per_step, config, setup)
 
     # 5. The loop.
     model.train()
-    for step in range(state["step"], config.max_steps):
+    while step < config.max_steps:
+        watch.step(step + 1)
         began = time.perf_counter()
         numbers, micro_batches = next(batches)
         loaded = time.perf_counter()
-        total = forward_backward(model, micro_batches, config, tokenizer, setup)
+        watch.phase("forward and backward")
+        rows = []
+        total = forward_backward(model, micro_batches, config, tokenizer, setup, rows)
+        watch.phase("optimizer")
         norm = clip(model.parameters(), config.grad_clip)
-        loss, norm = total[0].item(), norm.item()
-        good = math.isfinite(loss + norm)           # the same on every rank; one NaN in Adam's moments stays there
-        in_a_row = 0 if good else in_a_row + 1
+        loss, norm, leaving = ladder.agree(total[0], norm, alive.asked, setup)       # the same on every rank
+        wrong = ladder.trouble(loss, norm, recent, step >= warmup, config)
+        deed = ladder.rung(loss, norm, wrong, in_a_row + 1, config)
         lr = lr_at(step, config.max_steps, config.learning_rate, warmup, config.schedule, config.final_lr)
+        lr *= ladder.lr_factor(rollbacks, step)
+        logged = not deed and (wrong or (step + 1) % config.log_every == 0
+                                or step in (state["step"], config.max_steps - 1))
+        if logged:
+            gauges.before_step()
         for optimizer in optimizers:
             set_lr(optimizer, lr)
-            if good:
-                optimizer.step()
+            if not deed:
+                optimizer.step()                    # never with a NaN: in Adam's moments it would stay
             optimizer.zero_grad(set_to_none=True)
+        in_a_row, recent = (in_a_row + 1, recent) if deed else (0, [*recent, norm][-config.spike_window:])
         done, tokens = step + 1, tokens + config.batch_tokens
-        first, last, seconds = step == state["step"], done == config.max_steps, time.perf_counter() - began
+        last, seconds = done == config.max_steps, time.perf_counter() - began
+        watch.phase("log, evaluate, save")
 
         record, line = {}, ""
-        if not good:
-            record = {"loss": loss, "grad_norm": norm, "skipped": True, "blocks": numbers}
-            line = f"loss {loss}, gradient norm {norm}: step skipped, {in_a_row} in a row"
-        elif first or last or done % config.log_every == 0:
-            record = {"loss": loss, **{f"loss_{kind}": value for kind, value in split_of(total).items()}, "lr": lr,
-                      "grad_norm": norm, "tokens": tokens, "tokens_per_second": config.batch_tokens / seconds,
-                      "step_seconds": seconds, "data_seconds": loaded - began}
+        if deed:
+            record = {"loss": loss, "grad_norm": norm, "skipped": True, "wrong": wrong, "blocks": numbers,
+                      "plan": plan_step(step, skipped), **watch.found()}
+            line = f"{wrong}: step skipped, {in_a_row} in a row"
+        elif logged:
+            record = {"loss": loss, **{f"loss_{kind}": value for kind, value in split_of(total).items()},
+                      **losses_of_sources(rows, numbers, train, setup), "lr": lr, "grad_norm": norm, "tokens": tokens,
+                      **gauges.read(seconds, loaded - began, config.batch_tokens)}
             line = f"loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {config.batch_tokens / seconds:,.0f} tokens/s"
+            if wrong:
+                record["wrong"], line = wrong, f"{line}  {wrong}"
         if last or done % config.eval_every == 0:
             scores = evaluate_all(model, val, config, tokenizer, byte_counts, setup)
             record.update({f"val_{name}": value for name, value in scores.items()})
             line += f"  held-out loss {scores['loss']:.4f}, {scores['bits_per_byte']:.4f} bits per byte"
+        record.update(watch.stats())
         if record:
             monitor.log(done, line.strip(), **record)
         if samples:
             log_sample(samples, attempt, done, plan_step(step, skipped), numbers, setup)
-        refuse_hopeless(in_a_row, done, "blocks", config, setup)
-        facts = {"tokens": tokens, "in_a_row": in_a_row, "config_hash": config.hash, "data_hash": train.data_hash,
-                 "tokenizer_hash": tokenizer.hash, "val_loss": record.get("val_loss")}
-        if saving := save_when_due(run, done, config.max_steps, config, modules, moments, tokenizer, facts, setup):
+        if deed in ("rollback", "stop"):
+            checkpoint.wait()
+            losses = block_losses(rows, len(numbers), setup)
+            on_main(lambda: ladder.decide(deed, run, step, wrong, in_a_row, rollbacks, ladder.name_documents(
+                train, tokenizer, numbers, losses), config), setup)
+            state = ladder.go_on(run, modules, moments, setup, config, again=True)
+            step, tokens, in_a_row, recent, rollbacks = ladder.unpacked(state)
+            skipped = ladder.windows_of(rollbacks)
+            batches.close()
+            batches = read_ahead(train, step, config.max_steps, skipped, per_step, config, setup)
+            attempt += 1
+            monitor.again(step, attempt)
+            watch.end()
+            continue
+        facts = {"tokens": tokens, "in_a_row": in_a_row, "recent": recent, "rollbacks": rollbacks,
+                 "config_hash": config.hash, "data_hash": train.data_hash, "tokenizer_hash": tokenizer.hash,
+                 "val_loss": record.get("val_loss")}
+        saving = save_when_due(run, done, config.max_steps, config, modules, moments, tokenizer, facts, setup, leaving)
+        if saving:
             monitor.log(done, save_seconds=saving)
+        if leaving and not last:
+            checkpoint.wait()
+            setup.say(f"asked to leave: step {done} is saved in {checkpoint.folder_of(run, 'full', done)}, the same command "
+                      "continues")
+            monitor.close()
+            parallel.finish(setup)
+            raise SystemExit(TRY_AGAIN)
         monitor.advance()
+        watch.end()
+        step = done
 
     # 6. The end.
     monitor.close()

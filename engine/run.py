@@ -1,5 +1,6 @@
 """What every training stage does with its folder: take it, tell if it is new, half done or done, and save into it."""
 import hashlib
+import socket
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def open_run(config, stage, setup, **made_from):
     other settings or from other inputs: neither to continue it nor to call it done would be right."""
     folder = Path(config.out_dir) / stage
     lock = on_main(lambda: lock_folder(folder), setup) or "held by rank 0"
+    refuse_other_disk(folder, setup)
     prints = {what: fingerprint(path) for what, path in made_from.items()}
     changed = []
     if (folder / "config.json").exists():
@@ -42,6 +44,21 @@ def open_run(config, stage, setup, **made_from):
     parallel.barrier(setup)             # nobody writes before everybody has compared
     on_main(lambda: record(config, folder, prints), setup)
     return folder, lock
+
+
+def refuse_other_disk(folder, setup, patience=5):
+    """Refuses when a rank does not see what rank 0 does: a folder on each machine's own disk, or a relative one with other
+    current folders. The lock file, which rank 0 has just written, tells; a network file system may show it seconds late."""
+    def seen():
+        path = folder / ".lock"
+        return path.read_text() if path.exists() else None
+    theirs, deadline = parallel.from_main(seen() if setup.is_main else None, setup), time.monotonic() + patience
+    while (wrong := seen() != theirs) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if parallel.all_sum(torch.tensor(float(wrong), device=setup.device), setup) > 0:
+        refuse(*[f"rank {setup.rank} on {socket.gethostname()} does not see the {folder.resolve()} that rank 0 does ({theirs.strip()}): "
+                 "every process needs the same out_dir, on a disk that all machines share"] * wrong)
+        raise SystemExit(2)
 
 
 def record(config, folder, prints):
@@ -85,15 +102,16 @@ def refuse_missing(setup, wanted, *advice):
         refuse_once(setup, *missing, *advice)
 
 
-def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, facts, setup):
-    """Saves after step `done` of `total` what the intervals ask for; -> the seconds that this has stopped the loop, 0.0
-    when nothing was due. Then removes what config.keep and keep_best do not keep.
+def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, facts, setup, leaving=False):
+    """Saves after step `done` of `total` what the intervals ask for, when leaving a full checkpoint in any case; -> the
+    seconds that this has stopped the loop, 0.0 when nothing was due. Then removes what config.keep and keep_best do not
+    keep.
 
     Light before full: where a full checkpoint is, the light one of its step is too. The first of modules is the model
     that a light checkpoint holds. Weights that are not finite are never saved. A stage without these keys saves no light
     checkpoints here, and keeps one."""
     due = [kind for kind, every in (("light", getattr(config, "save_light", 0)), ("full", config.save_full))
-           if done == total or every and done % every == 0]
+           if done == total or every and done % every == 0 or leaving and kind == "full"]
     if not due:
         return 0.0
     began = time.perf_counter()

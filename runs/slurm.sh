@@ -16,8 +16,10 @@
 #
 # Before: .venv and the token shards on a file system that all nodes see (runs/demo.sh makes the first, prepare_data.py
 # the second). After an interruption submit the same again: train.py continues from its newest sound full checkpoint.
-# A requeued job does that by itself. What is lost is the work since that checkpoint (save_full in the config): saving
-# at once when Slurm announces the end (SIGTERM) is not there yet.
+# A requeued job does that by itself. When Slurm announces the end (SIGTERM), all processes finish the step and save. But
+# torchrun kills them 30 seconds after it was told: where a save takes longer, let Slurm tell them earlier and without
+# torchrun, `#SBATCH --signal=B:USR1@600` and a trap that sends SIGUSR1 to one train.py. A save that is cut off costs the
+# work since the one before, nothing else.
 set -eu
 cd "${SLURM_SUBMIT_DIR:?submit this with sbatch}"
 
