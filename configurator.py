@@ -51,12 +51,13 @@ RESULT_FREE = [
     "recompute",             # memory against time, the same bits
     "micro_batch_size", "loss_chunk",      # the loss is a sum over the global batch, so any split of it has the same gradient
     "max_bad_steps",         # when to give up
+    "log_blocks", "peak_flops", "profile", "watch_stats",                         # gauges
 ]
 
 # Keys that may differ when a run is resumed; a change of any other one is refused (changed_keys). Beyond the list above
 # these are the same mathematics with other rounding. max_steps is not among them, since the learning rate is a function
 # of it: to train a finished model further, start a new run with --init_from.
-MAY_CHANGE_ON_RESUME = RESULT_FREE + ["attention", "compile", "deterministic"]
+MAY_CHANGE_ON_RESUME = RESULT_FREE + ["attention", "compile", "deterministic", "watch_nan"]
 
 
 # What is recorded of the environment, by the beginnings of the names. Never all of it: that holds people's tokens, and

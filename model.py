@@ -313,6 +313,7 @@ class Trunk(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
+        self.look = None        # called with the number of each block and what it gives, where somebody wants to see it
 
     def forward(self, ids, mask=None, cache=None, begins=None):
         """ids (B, T) -> (B, T, C).
@@ -346,6 +347,8 @@ class Trunk(nn.Module):
                 x = checkpoint(layer, x, cos, sin, allowed, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, allowed, partial(cache.append, i) if cache is not None else None)
+            if self.look is not None:
+                self.look(i, x)
         if cache is not None:
             cache.length += ids.size(1)
         return self.norm(x)

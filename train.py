@@ -12,7 +12,7 @@ CPU comes to the same weights, bit for bit, as if nothing had happened. A finish
 Needs data_dir/tokens (prepare_data.py) and data_dir/tokenizer (train_tokenizer.py). Writes, in out_dir/pretrain:
 
     config.json          the configuration, versions, commit
-    log.jsonl            one line per logged step; tensorboard/ has the same numbers
+    log.jsonl            one line per logged step, see engine/gauges.py; tensorboard/ has the same numbers
     step_NNNNNNNN/       light checkpoints: Hugging Face folders
     full_NNNNNNNN/       full checkpoints: what a run continues from
     samples/             with log_samples: which blocks each rank took in each step (doctor.py --order=DIR proves them)
@@ -28,6 +28,7 @@ import torch
 from configurator import configure, refuse
 from engine import checkpoint, parallel
 from engine.files import write_json
+from engine.gauges import Gauges, flops_per_token
 from engine.hf import find_folder, inexpressible, lengthen, load_weights, read_config
 from engine.loader import open_mixture, plan_step, read_ahead
 from engine.loss import model_losses
@@ -37,6 +38,7 @@ from engine.run import open_run, refuse_hopeless, refuse_missing, refuse_once, s
 from engine.samples import log_sample, open_samples
 from engine.shards import batch
 from engine.tokenizer import Tokenizer
+from engine.watch import Watch, watch_problems
 from model import Llama, ModelConfig
 
 # data and folders
@@ -88,6 +90,11 @@ save_light = 500                # steps between light checkpoints
 save_full = 250                 # steps between full ones
 keep = 2                        # newest checkpoints of each kind that are kept; 0: all
 max_bad_steps = 10              # so many steps in a row with a loss or gradient that is not finite end the run
+log_blocks = False              # the update-to-weight ratio of each block as well
+peak_flops = 0.0                # FLOP/s of one device for the MFU; 0: from the table in engine/gauges.py, if it is there
+profile = ""                    # STEP:COUNT: a profiler's trace of so many steps from that on, in out_dir/pretrain/profile
+watch_nan = False               # names the module and tensor that first was not finite; slow, and without torch.compile
+watch_stats = 0                 # every so many steps: mean, std and maximum of what each block gives, and of its gradient
 # the machine
 device = "auto"                 # 'auto', 'cpu' or 'cuda'
 dtype = "auto"                  # of matrix products: 'bf16' or 'fp32'; auto: bf16 where the machine has it natively
@@ -151,7 +158,7 @@ def check(config, shape, tokenizer, train, setup):
                                  "eval_blocks", "max_bad_steps")
     problems += [f"{name} must not be negative, found {getattr(config, name)}" for name in ("loss_chunk", "z_loss")
                  if getattr(config, name) < 0]
-    problems += optimiser_problems(config)
+    problems += optimiser_problems(config) + watch_problems(config)
     if config.separate_documents and shape.sliding_window:
         problems.append(f"separate_documents does not go with sliding_window = {shape.sliding_window}: its mask has no window")
     if not problems:
@@ -264,7 +271,8 @@ def main(config):
     if source:
         load_weights(model, source)
     model.to(setup.device)
-    parallel.compile_blocks(model, setup, config.compile)
+    watch = Watch(run, model, config, setup)
+    parallel.compile_blocks(model, setup, config.compile and not config.watch_nan)
     betas = (config.beta1, config.beta2)
     optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay, betas)
 
@@ -277,14 +285,16 @@ def main(config):
     # 4. What it will cost, before it is spent.
     warmup = warmup_length(config.max_steps, config.warmup_steps)
     n_params = parallel.bare(model).n_params()
-    flops = 6 * n_params + 6 * shape.n_layer * shape.n_head * shape.head_dim * config.block_size    # per token, causal
+    flops = flops_per_token(shape, n_params, config.separate_documents)
+    gauges = Gauges(run, model, optimizers, flops, config, setup)
     setup.say(f"model       {n_params:,} parameters, {shape.n_layer} layers of {shape.n_embd}, vocabulary {shape.vocab_size:,}\n"
               f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, {setup.threads} threads\n"
               f"step        {config.batch_tokens:,} tokens = {setup.world} x {n_micro} x "
               f"{per_step // (setup.world * n_micro)} x {config.block_size} (processes, micro-batches, sequences, tokens)\n"
               f"data        {train.describe(config.max_steps * per_step)}\n"
               f"run         {config.max_steps:,} steps, {config.max_steps * config.batch_tokens:,} tokens; "
-              f"{flops * config.max_steps * config.batch_tokens:.2e} FLOPs; warm-up {warmup} steps")
+              f"{flops * config.max_steps * config.batch_tokens:.2e} FLOPs; warm-up {warmup} steps\n"
+              f"{gauges.formula}")
     byte_counts = [len(b) for b in tokenizer.token_bytes] + [0] * (shape.vocab_size - tokenizer.vocab_size)
     byte_counts = torch.tensor(byte_counts, device=setup.device)
     monitor = Monitor(run, setup, config.max_steps, state["step"], label="train")
@@ -296,36 +306,43 @@ def main(config):
     # 5. The loop.
     model.train()
     for step in range(state["step"], config.max_steps):
+        watch.step(step + 1)
         began = time.perf_counter()
         numbers, micro_batches = next(batches)
         loaded = time.perf_counter()
+        watch.phase("forward and backward")
         total = forward_backward(model, micro_batches, config, tokenizer, setup)
+        watch.phase("optimizer")
         norm = clip(model.parameters(), config.grad_clip)
         loss, norm = total[0].item(), norm.item()
         good = math.isfinite(loss + norm)           # the same on every rank; one NaN in Adam's moments stays there
         in_a_row = 0 if good else in_a_row + 1
         lr = lr_at(step, config.max_steps, config.learning_rate, warmup, config.schedule, config.final_lr)
+        logged = good and (step in (state["step"], config.max_steps - 1) or (step + 1) % config.log_every == 0)
+        if logged:
+            gauges.before_step()
         for optimizer in optimizers:
             set_lr(optimizer, lr)
             if good:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         done, tokens = step + 1, tokens + config.batch_tokens
-        first, last, seconds = step == state["step"], done == config.max_steps, time.perf_counter() - began
+        last, seconds = done == config.max_steps, time.perf_counter() - began
+        watch.phase("log, evaluate, save")
 
         record, line = {}, ""
         if not good:
-            record = {"loss": loss, "grad_norm": norm, "skipped": True, "blocks": numbers}
+            record = {"loss": loss, "grad_norm": norm, "skipped": True, "blocks": numbers, **watch.found()}
             line = f"loss {loss}, gradient norm {norm}: step skipped, {in_a_row} in a row"
-        elif first or last or done % config.log_every == 0:
+        elif logged:
             record = {"loss": loss, **{f"loss_{kind}": value for kind, value in split_of(total).items()}, "lr": lr,
-                      "grad_norm": norm, "tokens": tokens, "tokens_per_second": config.batch_tokens / seconds,
-                      "step_seconds": seconds, "data_seconds": loaded - began}
+                      "grad_norm": norm, "tokens": tokens, **gauges.read(seconds, loaded - began, config.batch_tokens)}
             line = f"loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {config.batch_tokens / seconds:,.0f} tokens/s"
         if last or done % config.eval_every == 0:
             scores = evaluate_all(model, val, config, tokenizer, byte_counts, setup)
             record.update({f"val_{name}": value for name, value in scores.items()})
             line += f"  held-out loss {scores['loss']:.4f}, {scores['bits_per_byte']:.4f} bits per byte"
+        record.update(watch.stats())
         if record:
             monitor.log(done, line.strip(), **record)
         if samples:
@@ -335,6 +352,7 @@ def main(config):
                  "tokenizer_hash": tokenizer.hash}
         save_when_due(run, done, config.max_steps, config, modules, moments, tokenizer, facts, setup)
         monitor.advance()
+        watch.end()
 
     # 6. The end.
     monitor.close()

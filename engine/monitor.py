@@ -13,6 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from configurator import refuse
+from engine.alarms import Alarms
 from engine.files import FORMAT_VERSION, open_to_append, plain
 
 
@@ -26,6 +27,10 @@ class Monitor:
         path = Path(run_dir) / "log.jsonl"
         open_to_append(path).close()        # makes it, or cuts off the half line of a run that was killed while it wrote
         self.attempt = 1 + max((record["attempt"] for record in read_lines(path)), default=0)
+        self.alarms = Alarms()
+        for record in read_log(run_dir):
+            if record["step"] <= start_step:
+                self.alarms.hear(record)
         self.file = open(path, "a", encoding="utf-8")
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -42,12 +47,14 @@ class Monitor:
             return
         record = {"format_version": FORMAT_VERSION, "attempt": self.attempt, "step": step,
                   "time": round(time.time(), 3), **numbers}
+        alarms = self.alarms.hear(record)
+        if alarms:
+            record["alarms"] = alarms
         try:
             self.file.write(json.dumps(plain(record), allow_nan=False) + "\n")
             self.file.flush()
-            for name, value in numbers.items() if self.board else ():
-                if isinstance(value, (int, float)):
-                    self.board.add_scalar(f"{self.label}/{name}", value, step)
+            for name, value in flat(numbers) if self.board else ():
+                self.board.add_scalar(f"{self.label}/{name}", value, step)
         except OSError as error:
             refuse(f"cannot write {self.file.name}: {error.strerror}. The checkpoints are as they were; make room and "
                    "give the same command again, it continues from the newest.")
@@ -55,6 +62,8 @@ class Monitor:
             print(f"{self.label} {step}/{self.total}  {line}", flush=True)
         elif line:
             self.bar.set_postfix_str(line)
+        for alarm in alarms:
+            self.bar.write(f"alarm at step {step}: {alarm}")
 
     def advance(self):
         if self.is_main:
@@ -66,6 +75,15 @@ class Monitor:
             self.file.close()
             if self.board:
                 self.board.close()
+
+
+def flat(numbers, prefix=""):
+    """(name, number) of everything that a curve can be drawn of; within a dict the name is outer/inner."""
+    for name, value in numbers.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)):
+            yield prefix + name, value
 
 
 def read_lines(path):

@@ -1,0 +1,210 @@
+"""
+What a training step looks like from outside: how far the weights move, memory, disk, network, GPU.
+
+The gauges only look: no weight, gradient or random number is touched, so a run has the same bits with them as without.
+What a machine does not tell (no /proc and no psutil, no GPU, no nvidia-ml-py) is left out of the record.
+"""
+import contextlib
+import os
+import re
+import shutil
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from engine import parallel
+
+# FLOP/s of one device in bf16 products, dense, by the name that torch has for it, from NVIDIA's data sheets (those give
+# the rate with structured sparsity, which is twice this, for all but A100 and GeForce). The whole name must fit: a part
+# or a slice of a GPU has another peak, and a figure from a wrong one is worse than none.
+PEAKS = {
+    r"NVIDIA A100(-SXM4|-PCIE|-PCIe)?[- ](40|80)GB( PCIe)?": 312e12,       # "A100 Tensor Core GPU", 2020
+    r"NVIDIA H100 80GB HBM3": 989.4e12,                                    # "H100 Tensor Core GPU", 2022: SXM5
+    r"NVIDIA H100 PCIe": 756e12,                                           # the same
+    r"NVIDIA H100 NVL": 835e12,                                            # the same, edition of 2024
+    r"NVIDIA H200": 989.4e12,                                              # "H200 Tensor Core GPU", 2023: SXM
+    r"NVIDIA H200 NVL": 835e12,                                            # the same, edition of 2024
+    r"NVIDIA L40S": 362e12,                                                # "L40S", 2023
+    r"NVIDIA L4": 121e12,                                                  # "L4 Tensor Core GPU", 2023
+    r"NVIDIA GeForce RTX 4090": 165.2e12,                                  # "Ada GPU Architecture", 2022, fp32 sums
+    r"NVIDIA GeForce RTX 3090": 71e12,                                     # "GA102 GPU Architecture", 2020, fp32 sums
+}
+ALL_REDUCE_EVERY = 10           # logged steps between two samples of the network
+ALL_REDUCE_BYTES = 16 * 2**20   # about a bucket of DDP's; less where the gradient is smaller
+
+
+def flops_per_token(shape, n_params, separate_documents=False):
+    """Floating point operations of forward and backward per token: 6 N + 12 L H D S.
+
+    N: the parameters that are multiplied with, so without the lookup in the embedding (a tied one is the head as well,
+    and counts). S: how many tokens one looks at on average, with a causal mask half the block, T/2; less with a sliding
+    window; taken for 0 with separate_documents, since it depends on them. Recomputed activations are not counted (that
+    would be "hardware FLOPs"). PaLM (arXiv 2204.02311, appendix B) has S = T, so up to 7 % more for Llama 2 7B."""
+    n = n_params - (0 if shape.tie_embeddings else shape.vocab_size * shape.n_embd)
+    window = min(shape.sliding_window or shape.block_size, shape.block_size)
+    seen = 0 if separate_documents else window * (1 - window / (2 * shape.block_size))
+    return 6 * n + 12 * shape.n_layer * shape.n_head * shape.head_dim * seen
+
+
+def peak_of(device, dtype):
+    """FLOP/s that one device can do, for products in bf16; None where it is not known."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for pattern, peak in PEAKS.items() if re.fullmatch(pattern, name)), None)
+
+
+class Gauges:
+    """Made on every rank and read on all alike, since some things are measured together; rank 0's reading is logged."""
+
+    def __init__(self, run, model, optimizers, flops, config, setup):
+        self.run, self.optimizers, self.flops, self.setup = run, optimizers, flops, setup
+        self.weights = {name: p for name, p in parallel.bare(model).named_parameters() if p.requires_grad}
+        self.per_block, self.readings = config.log_blocks, 0
+        self.peak = config.peak_flops or peak_of(setup.device, setup.dtype)
+        self.nvml = _nvml(setup.device) if setup.is_main else None
+        self.counted, self.when = _counters(self.nvml), time.perf_counter()
+        known = f"{self.peak:.4g} FLOP/s" if self.peak else "unknown here; --peak_flops names it"
+        self.formula = (f"mfu         {flops:.3e} FLOPs a token (6 N + 12 L H D S, engine/gauges.py) x tokens/s / {setup.world} "
+                        f"devices / the peak of one, {known}")
+
+    def before_step(self):
+        """Keeps what the weights are, until `read`. On logged steps only: it takes the memory of the weights once more,
+        where that of the activations is free again, and two passes over them."""
+        self.before = {name: p.detach().clone() for name, p in self.weights.items()}
+
+    def update_ratios(self):
+        """How far the optimizer has moved the weights, relative to where they were: |w - w0| / |w0|, each the Euclidean
+        norm over all trained parameters as one vector, w0 the weights before the step, so weight decay and the learning
+        rate are in it. Healthy is about 1e-3 at the peak. log_blocks: the same for each block and what is outside."""
+        squares = {}
+        with torch.no_grad():
+            norms = {name: (torch.linalg.vector_norm(old), torch.linalg.vector_norm(old.sub_(self.weights[name])))
+                     for name, old in self.before.items()}           # in place: no third copy
+        self.before = None
+        values = torch.stack([torch.stack(pair) for pair in norms.values()]).double().square().tolist()
+        for name, (old, moved) in zip(norms, values):
+            for group in ("", re.search(r"layers\.\d+|$", name)[0] or name):
+                was, by = squares.get(group, (0.0, 0.0))
+                squares[group] = was + old, by + moved
+        ratios = {group: (moved / old) ** 0.5 if old else None for group, (old, moved) in squares.items()}
+        total = {"update_ratio": ratios.pop("")}
+        return {**total, "update_ratio_blocks": ratios} if self.per_block else total
+
+    def read(self, seconds, waited, tokens):
+        """The gauges' part of a record. seconds: of this step, of them `waited` for data; tokens: of it, over all ranks.
+        Waiting and memory are the largest of any rank. All ranks must call it."""
+        self.readings += 1
+        speed = tokens / seconds
+        record = {"tokens_per_second": speed, "step_seconds": seconds, **self.update_ratios(), **self.all_reduce(),
+                  "mfu": self.flops * speed / self.setup.world / self.peak if self.peak else "unknown"}
+        record.update(self.largest({"data_seconds": waited, **memory(self.setup.device)}))
+        if not self.setup.is_main:
+            return record
+        counted, now = _counters(self.nvml), time.perf_counter()
+        # A counter that has begun again from 0 says nothing about the time between.
+        record.update({f"{name}_bytes_per_second": (value - self.counted[name]) / (now - self.when)
+                       for name, value in counted.items() if value >= self.counted.get(name, value + 1)})
+        self.counted, self.when = counted, now
+        light = sum(p.numel() * p.element_size() for p in self.weights.values())
+        moments = sum(value.numel() * value.element_size() for optimizer in self.optimizers
+                      for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
+        record.update(disk_free_bytes=shutil.disk_usage(self.run).free, next_saves_bytes=2 * light + moments)
+        if self.nvml:
+            with contextlib.suppress(Exception):                     # as in _nvml
+                library, handle = self.nvml
+                record["gpu_utilisation"] = library.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+        return record
+
+    def largest(self, values):
+        """The largest of each value over the ranks; a rank that lacks one counts as 0."""
+        if self.setup.world == 1:
+            return values
+        names = ("data_seconds", *MEMORY)
+        box = torch.tensor([values.get(name, 0) for name in names], dtype=torch.float64, device=self.setup.device)
+        dist.all_reduce(box, dist.ReduceOp.MAX)
+        return {name: type(values[name])(value) for name, value in zip(names, box.tolist()) if name in values}
+
+    def all_reduce(self):
+        """Time and bus bandwidth of an all-reduce, in every tenth reading; the median of three. Waiting for late ranks
+        is not in it. Bandwidth: 2 (n-1)/n bytes / seconds, what each link must carry, as nccl-tests counts it."""
+        world, device = self.setup.world, self.setup.device
+        if world == 1 or (self.readings - 1) % ALL_REDUCE_EVERY:
+            return {}
+        buffer = torch.zeros(min(ALL_REDUCE_BYTES // 4, sum(p.numel() for p in self.weights.values())), device=device)
+        times = []
+        for _ in range(3):
+            parallel.barrier(self.setup)
+            _wait(device)
+            began = time.perf_counter()
+            dist.all_reduce(buffer)
+            _wait(device)
+            times.append(time.perf_counter() - began)
+        seconds = statistics.median(times)
+        return {"all_reduce_seconds": seconds,
+                "all_reduce_bytes_per_second": 2 * (world - 1) / world * 4 * buffer.numel() / seconds}
+
+
+def _wait(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+MEMORY = ("rss_bytes", "rss_file_bytes", "gpu_memory_allocated_bytes", "gpu_memory_reserved_bytes",
+          "gpu_memory_peak_bytes")
+
+
+def memory(device):
+    """{name of MEMORY: bytes}: of this process (resident, and how much of that is mapped files or shared), and what
+    torch has of the GPU (in tensors, taken from the driver, most in tensors since the start)."""
+    found = {}
+    try:
+        with open("/proc/self/statm") as file:
+            _, resident, shared = (int(pages) * os.sysconf("SC_PAGE_SIZE") for pages in file.read().split()[:3])
+        found = {"rss_bytes": resident, "rss_file_bytes": shared}
+    except OSError:                                                  # no /proc, as on a Mac
+        with contextlib.suppress(ImportError):
+            import psutil
+            found = {"rss_bytes": psutil.Process().memory_info().rss}
+    if device.type == "cuda":
+        found.update(gpu_memory_allocated_bytes=torch.cuda.memory_allocated(device),
+                     gpu_memory_reserved_bytes=torch.cuda.memory_reserved(device),
+                     gpu_memory_peak_bytes=torch.cuda.max_memory_allocated(device))
+    return found
+
+
+def _nvml(device):
+    """(pynvml, its handle of this device), or None. Whatever is missing, module, driver or permission, the run goes on."""
+    if device.type != "cuda":
+        return None
+    try:
+        import pynvml
+        pynvml.nvmlInit()
+        # Not by number: CUDA_VISIBLE_DEVICES numbers anew.
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    except Exception:
+        return None
+
+
+# Fields of nvmlDeviceGetFieldValues: (number, scope, bytes in its unit). They are counters and cost nothing to read, where
+# nvmlDeviceGetPcieThroughput stops the caller for 20 ms. NVLink: of all links together.
+FIELDS = {"pcie_sent": (197, 0, 1), "pcie_received": (198, 0, 1),
+          "nvlink_sent": (138, 0xFFFFFFFF, 1024), "nvlink_received": (139, 0xFFFFFFFF, 1024)}
+
+
+def _counters(nvml):
+    """{name: bytes since some start}: read from disks by this process (not what was in memory already), and over this
+    GPU's PCIe and NVLink."""
+    found = {}
+    with contextlib.suppress(OSError):
+        with open("/proc/self/io") as file:
+            found["disk_read"] = int(re.search(r"^read_bytes: (\d+)", file.read(), re.MULTILINE)[1])
+    if nvml:
+        with contextlib.suppress(Exception):                         # as in _nvml
+            library, handle = nvml
+            values = library.nvmlDeviceGetFieldValues(handle, [(number, scope) for number, scope, _ in FIELDS.values()])
+            found.update({name: value.value.ullVal * unit for (name, (_, _, unit)), value in zip(FIELDS.items(), values)
+                          if value.nvmlReturn == 0})
+    return found
