@@ -4,6 +4,7 @@ Looks into the folders of runs, finished or not, and says what is wrong there. I
     python doctor.py --verify=out/demo          reads every byte of all checkpoints and compares it with their manifests
     python doctor.py --diff=out/one,out/two     what differs between two runs: settings, inputs, code, machine, and from
                                                 which step on their logs differ
+    python doctor.py --alarms=out/demo          what the rules of engine/alarms.py find in the logs
 
 A folder is an out_dir with its stages, one stage's folder, or for --verify a single checkpoint. Each finding is one
 sentence. Exit status: 0 nothing found, 1 something found, 2 there was nothing to look at.
@@ -13,12 +14,14 @@ import sys
 from pathlib import Path
 
 from configurator import RESULT_FREE, configure, refuse
+from engine.alarms import Alarms
 from engine.files import in_use, read_json
 from engine.manifest import PREFIX, verify as faults_of
 from engine.monitor import read_log
 
 verify = ""                     # a folder whose checkpoints are read and compared with their manifests
 diff: tuple[str] = ()           # two folders of runs to compare
+alarms = ""                     # a folder whose logs are gone through for signs of trouble
 
 CHECKPOINT = re.compile(rf"({'|'.join(PREFIX.values())})_\d{{8}}(\.tmp)?")
 LEARNED = ("loss", "val_", "lr", "grad_norm", "skipped", "accuracy", "score", "kl")     # logged, and no measure of time
@@ -113,9 +116,25 @@ def log_differences(one, other):
     return found + [f"log: ends at step {ends[0]}, {ends[1]}"] * (ends[0] != ends[1])
 
 
+# --- Alarms -----------------------------------------------------------------------------------------------------------
+
+def alarms_of(folder):
+    """The alarms of a stage's log, or of the logs of all stages there, each with the step at which it was to be seen."""
+    logs = sorted({*folder.glob("log.jsonl"), *folder.glob("*/log.jsonl")})
+    if not logs:
+        refuse(f"--alarms={folder}: no log there. Expected a stage's folder with a log.jsonl, or an out_dir with stages.")
+    found = []
+    for log in logs:
+        rules = Alarms()
+        found += [f"{log.parent.name}: from step {record['step']} on: {sentence}" for record in read_log(log.parent)
+                  for sentence in rules.hear(record)]
+    return found
+
+
 def main(config):
-    if not config.verify and not config.diff:
-        refuse("nothing to do: --verify=DIR scrubs checkpoints, --diff=DIR,DIR compares two runs; --help says more")
+    if not config.verify and not config.diff and not config.alarms:
+        refuse("nothing to do: --verify=DIR scrubs checkpoints, --diff=DIR,DIR compares two runs, --alarms=DIR goes "
+               "through logs; --help says more")
     if config.diff and len(config.diff) != 2:
         refuse(f"--diff needs two folders, --diff=out/one,out/two; found {len(config.diff)}")
     findings = []
@@ -123,6 +142,8 @@ def main(config):
         findings += scrub(Path(config.verify))
     if config.diff:
         findings += compare(*map(Path, config.diff))
+    if config.alarms:
+        findings += alarms_of(Path(config.alarms))
     for finding in findings:
         print(finding)
     print(f"{len(findings)} found" if findings else "nothing found")

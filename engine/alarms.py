@@ -53,11 +53,15 @@ def noise(points):
 # --- The loss --------------------------------------------------------------------------------------------------------
 
 def loss_spike(records):
-    """The last loss lies above the ten before it by 6 times the noise, and by 5 %."""
-    *before, last = series(records, "loss")[-21:] or [None]
-    if len(before) >= 10 and last[1] > (usual := middle(before[-10:])) + max(6 * noise(before), 0.05 * abs(usual)):
+    """The last loss lies above the median of the ten before it by 6 times the noise, and by 5 %; and above the highest of
+    them by 4 times the noise, since what climbs slowly is no spike."""
+    *before, last = series(records, "loss")[-41:] or [None]
+    if len(before) < 10:
+        return
+    usual, highest, varies = middle(before[-10:]), max(value for _, value in before[-10:]), noise(before)
+    if last[1] > max(usual + 6 * varies, 1.05 * usual, highest + 4 * varies):
         return (f"loss spike: {last[1]:.3f} at step {last[0]:,}, where the median of {span(before[-10:])} is {usual:.3f} "
-                f"and the loss varies by {noise(before):.3f} from record to record")
+                f"and the loss varies by {varies:.3f} from record to record")
 
 
 def loss_not_smooth(records, size=8, groups=8):
