@@ -185,7 +185,7 @@ def floats(tensors):
 
 
 def not_finite(x):
-    return not torch.isfinite(x).all()
+    return not torch.isfinite(x.detach()).all()     # detached: else isfinite keeps tensors for a backward pass
 
 
 def describe(x):
