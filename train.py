@@ -197,11 +197,12 @@ def losses_of(model, x, y, config, tokenizer):
     return model_losses(model, x, y, config.loss_chunk, config.z_loss, begins=begins)
 
 
-def forward_backward(model, micro_batches, config, tokenizer, setup):
+def forward_backward(model, micro_batches, config, tokenizer, setup, rows=None):
     """Gradients of the global step's mean loss, left in the parameters; -> the step's sums over all ranks.
 
     Each loss is divided by the weight of the whole global step and not by its own micro-batch's: the same gradient for any
-    split over micro-batches and ranks. DDP divides by the number of ranks, hence the factor."""
+    split over micro-batches and ranks. DDP divides by the number of ranks, hence the factor.
+    rows: a list that gets, of each micro-batch, the losses and the weights of its sequences, (B, 2)."""
     total = torch.zeros(9, dtype=torch.float64, device=setup.device)
     weight = parallel.all_sum(sum(w.sum() for _, _, w in micro_batches).double(), setup).clamp(min=1)
     for x, y, w in parallel.accumulate(micro_batches, model):
@@ -209,6 +210,8 @@ def forward_backward(model, micro_batches, config, tokenizer, setup):
             objectives, losses = losses_of(model, x, y, config, tokenizer)        # (B, T)
         ((objectives * w).sum() * setup.world / weight.float()).backward()
         total += sums(losses, x, y, w, tokenizer)
+        if rows is not None:
+            rows.append(torch.stack([losses.detach() * w, w], -1).double().sum(1))
     total = parallel.all_sum(total, setup)
     total[0] /= weight
     return total
@@ -217,6 +220,17 @@ def forward_backward(model, micro_batches, config, tokenizer, setup):
 def split_of(total):
     """{kind: mean loss} from a step's sums; a kind that did not occur is left out."""
     return {name: total[1 + i].item() / total[5 + i].item() for i, name in enumerate(KINDS) if total[5 + i] > 0}
+
+
+def losses_of_sources(rows, blocks, data, setup):
+    """{loss_of_NAME: mean loss} of each source that the global step had a block of; none where there is one source.
+    rows: of forward_backward, this rank's; blocks: of the whole step. All ranks must call it."""
+    if len(data.sources) == 1:
+        return {}
+    source = torch.from_numpy(data.source_of(blocks[setup.rank::setup.world])).to(setup.device)
+    total = torch.zeros(len(data.sources), 2, dtype=torch.float64, device=setup.device).index_add(0, source, torch.cat(rows))
+    total = parallel.all_sum(total, setup).tolist()
+    return {f"loss_of_{name}": loss / weight for name, (loss, weight) in zip(data.names, total) if weight}
 
 
 @torch.no_grad()
@@ -311,7 +325,8 @@ def main(config):
         numbers, micro_batches = next(batches)
         loaded = time.perf_counter()
         watch.phase("forward and backward")
-        total = forward_backward(model, micro_batches, config, tokenizer, setup)
+        rows = []
+        total = forward_backward(model, micro_batches, config, tokenizer, setup, rows)
         watch.phase("optimizer")
         norm = clip(model.parameters(), config.grad_clip)
         loss, norm = total[0].item(), norm.item()
@@ -335,8 +350,9 @@ def main(config):
             record = {"loss": loss, "grad_norm": norm, "skipped": True, "blocks": numbers, **watch.found()}
             line = f"loss {loss}, gradient norm {norm}: step skipped, {in_a_row} in a row"
         elif logged:
-            record = {"loss": loss, **{f"loss_{kind}": value for kind, value in split_of(total).items()}, "lr": lr,
-                      "grad_norm": norm, "tokens": tokens, **gauges.read(seconds, loaded - began, config.batch_tokens)}
+            record = {"loss": loss, **{f"loss_{kind}": value for kind, value in split_of(total).items()},
+                      **losses_of_sources(rows, numbers, train, setup), "lr": lr, "grad_norm": norm, "tokens": tokens,
+                      **gauges.read(seconds, loaded - began, config.batch_tokens)}
             line = f"loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {config.batch_tokens / seconds:,.0f} tokens/s"
         if last or done % config.eval_every == 0:
             scores = evaluate_all(model, val, config, tokenizer, byte_counts, setup)

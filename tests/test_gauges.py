@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine import gauges, hf
 from engine.gauges import Gauges, flops_per_token, memory, peak_of
+from engine.loader import open_mixture
 from engine.monitor import flat, read_log
 from engine.optim import optimizers_of
 from engine.shards import TokenData, batch, n_blocks, step_blocks
@@ -195,6 +196,28 @@ def test_wrong_settings_of_a_closer_look(data, tmp_path):      # noqa: F811
     assert "profile must be STEP:COUNT" in said and "watch_stats must not" in said
     assert "profile must be" in refused(data, tmp_path / "out", "--profile=0:3")
     assert "ends behind the last step" in refused(data, tmp_path / "out", "--max_steps=10", "--profile=8:4")
+
+
+def test_loss_of_each_source_by_hand(data, tmp_path):      # noqa: F811
+    other = make_data(tmp_path / "other", seed=3)
+    mix = f"--data_mix={{'{data}': 0.7, '{other}': 0.3}}"
+    train(data, tmp_path / "out", "--max_steps=2", mix)
+    [record, _] = read_log(tmp_path / "out" / "pretrain")
+    tokenizer = byte_tokenizer()
+    tokens = open_mixture(str(data), {str(data): 0.7, str(other): 0.3}, "train", 32, tokenizer.hash)
+    blocks = tokens.step_blocks(0, 8, 1)
+    x, y, w = (torch.from_numpy(part) for part in batch(tokens, blocks, 32))
+    model = small_llama(1, n_head=2, n_kv_head=2, block_size=32, tie_embeddings=True)
+    losses = -model(x).log_softmax(-1).gather(-1, y[..., None])[..., 0] * w
+    source, found = tokens.source_of(blocks), {name: record.pop(f"loss_of_{name}") for name in tokens.names}
+    by_hand = {name: (losses[source == i].sum() / w[source == i].sum()).item() for i, name in enumerate(tokens.names)}
+    assert found == pytest.approx(by_hand, rel=1e-5) and len(found) == 2 and min(w[source == i].sum() for i in (0, 1)) > 0
+    assert not any(name.startswith("loss_of_") for name in record)
+    train(data, tmp_path / "single", "--max_steps=1")
+    assert not any(name.startswith("loss_of_") for name in read_log(tmp_path / "single" / "pretrain")[0])
+    launch(data, tmp_path / "two", "--max_steps=2", mix, processes=2)
+    two = read_log(tmp_path / "two" / "pretrain")[0]
+    assert {name: two[f"loss_of_{name}"] for name in tokens.names} == pytest.approx(by_hand, rel=1e-5)
 
 
 # --- Where it stops being finite -------------------------------------------------------------------------------------
