@@ -91,10 +91,10 @@ save_full = 250                 # steps between full ones
 keep = 2                        # newest checkpoints of each kind that are kept; 0: all
 max_bad_steps = 10              # so many steps in a row with a loss or gradient that is not finite end the run
 log_blocks = False              # the update-to-weight ratio of each block as well
-peak_flops = 0.0                # FLOP/s of one device for the MFU; 0: from the table in engine/gauges.py, if it is there
-profile = ""                    # STEP:COUNT: a profiler's trace of so many steps from that on, in out_dir/pretrain/profile
+peak_flops = 0.0                # FLOP/s of one device, for the MFU; 0: from the table in engine/gauges.py
+profile = ""                    # STEP:COUNT: a trace of so many steps from that one on, in out_dir/pretrain/profile
 watch_nan = False               # names the module and tensor that first was not finite; slow, and without torch.compile
-watch_stats = 0                 # every so many steps: mean, std and maximum of what each block gives, and of its gradient
+watch_stats = 0                 # every so many steps: mean, std and maximum of each block's output and its gradient
 # the machine
 device = "auto"                 # 'auto', 'cpu' or 'cuda'
 dtype = "auto"                  # of matrix products: 'bf16' or 'fp32'; auto: bf16 where the machine has it natively
@@ -228,8 +228,8 @@ def losses_of_sources(rows, blocks, data, setup):
     if len(data.sources) == 1:
         return {}
     source = torch.from_numpy(data.source_of(blocks[setup.rank::setup.world])).to(setup.device)
-    total = torch.zeros(len(data.sources), 2, dtype=torch.float64, device=setup.device).index_add(0, source, torch.cat(rows))
-    total = parallel.all_sum(total, setup).tolist()
+    rows = torch.cat(rows)
+    total = parallel.all_sum(rows.new_zeros(len(data.sources), 2).index_add(0, source, rows), setup).tolist()
     return {f"loss_of_{name}": loss / weight for name, (loss, weight) in zip(data.names, total) if weight}
 
 
