@@ -254,8 +254,8 @@ def losses_of_sources(rows, blocks, data, setup):
     if len(data.sources) == 1:
         return {}
     source = torch.from_numpy(data.source_of(blocks[setup.rank::setup.world])).to(setup.device)
-    total = torch.zeros(len(data.sources), 2, dtype=torch.float64, device=setup.device).index_add(0, source, torch.cat(rows))
-    total = parallel.all_sum(total, setup).tolist()
+    rows = torch.cat(rows)
+    total = parallel.all_sum(rows.new_zeros(len(data.sources), 2).index_add(0, source, rows), setup).tolist()
     return {f"loss_of_{name}": loss / weight for name, (loss, weight) in zip(data.names, total) if weight}
 
 

@@ -57,6 +57,7 @@ def main(config):
     model = parallel.wrap(model, setup)
     rows = config.batch_tokens // config.block_size // setup.world
     ids = torch.randint(0, config.vocab_size, (rows, config.block_size), device=setup.device)
+    weights = torch.ones(ids.shape, device=setup.device)
     ends = SimpleNamespace(eos_id=0, bos_id=1)
     settings = SimpleNamespace(loss_chunk=0, z_loss=0.0, separate_documents=False, log_blocks=True, peak_flops=1e12)
     inside, steps = [], 0
@@ -68,7 +69,7 @@ def main(config):
         def step(logged):
             nonlocal steps
             began, spent = time.perf_counter(), 0.0
-            total = forward_backward(model, [(ids, ids, torch.ones_like(ids, dtype=torch.float32))], settings, ends, setup)
+            total = forward_backward(model, [(ids, ids, weights)], settings, ends, setup)
             norm, loss = clip(model.parameters(), 1.0).item(), total[0].item()
             if logged:
                 entered = time.perf_counter()
@@ -87,11 +88,13 @@ def main(config):
         monitor.close()
     plain, own = statistics.median(times["without"]), statistics.fmean(inside[2:])
     more = ratio(times, "with", "without") - 1
-    setup.say(f"torch {torch.__version__}, {setup.world} x {setup.device.type}, {str(setup.dtype)[6:]}, {setup.threads} threads; "
-              f"{n_params:,} parameters, {config.batch_tokens:,} tokens a step, {config.rounds} rounds\n"
+    every = f"with log_every = {config.log_every}"
+    setup.say(f"torch {torch.__version__}, {setup.world} x {setup.device.type}, {str(setup.dtype)[6:]}, "
+              f"{setup.threads} threads; {n_params:,} parameters, {config.batch_tokens:,} tokens a step, {config.rounds} "
+              "rounds\n"
               f"step without gauges, median        {1000 * plain:9.1f} ms\n"
-              f"a logged step to one that is not   {1 + more:9.4f}   so with log_every = {config.log_every}: {more / config.log_every:.3%}\n"
-              f"in the gauges, mean, by the clock  {1000 * own:9.2f} ms, so with log_every = {config.log_every}: "
+              f"a logged step to one that is not   {1 + more:9.4f}   {every}: {more / config.log_every:.3%}\n"
+              f"in the gauges, mean, by the clock  {1000 * own:9.2f} ms, {every}: "
               f"{own / plain / config.log_every:.3%} of the time")
     parallel.finish(setup)
 

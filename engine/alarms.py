@@ -1,9 +1,9 @@
 """
 What a run's log says is wrong: rules over its records, each of which gives one sentence with its evidence, or nothing.
 
-A rule needs enough records to tell a fault from noise, so a short run is silent. The thresholds are for alarms that mean
-something: a healthy log has none. Rules about the machine look at one attempt, since another may be on another machine,
-and leave out its first record, which has the time of compiling in it.
+A rule needs enough records to tell a fault from noise, so a short run is silent. The thresholds are for alarms that
+mean something: a healthy log has none. Rules about the machine look at one attempt, since another may be on another
+machine, and leave out its first record, which has the time of compiling in it.
 """
 import math
 from statistics import median
@@ -12,7 +12,7 @@ KEPT = (100, 300)       # records that are looked at, first and last: a run of w
 
 
 class Alarms:
-    """Hears the records of a log one by one and says what is wrong, each thing once (of the machine: once an attempt)."""
+    """Hears the records of a log one by one and says what is wrong, each once (of the machine: once an attempt)."""
 
     def __init__(self):
         self.records, self.attempt, self.said = [], [], set()
@@ -46,22 +46,22 @@ def span(points):
 
 
 def noise(points):
-    """Standard deviation from one record to the next, without what changes slowly: from the median of the differences."""
+    """Standard deviation without what changes slowly: from the median of the differences between neighbours."""
     return 1.4826 / math.sqrt(2) * median(abs(b - a) for (_, a), (_, b) in zip(points, points[1:]))
 
 
 # --- The loss --------------------------------------------------------------------------------------------------------
 
 def loss_spike(records):
-    """The last loss lies above the median of the ten before it by 6 times the noise, and by 5 %; and above the highest of
-    them by 4 times the noise, since what climbs slowly is no spike."""
+    """The last loss lies above the median of the ten before it by 6 times the noise, and by 5 %; and above the highest
+    of them by 4 times the noise, since what climbs slowly is no spike."""
     *before, last = series(records, "loss")[-41:] or [None]
     if len(before) < 10:
         return
     usual, highest, varies = middle(before[-10:]), max(value for _, value in before[-10:]), noise(before)
     if last[1] > max(usual + 6 * varies, 1.05 * usual, highest + 4 * varies):
-        return (f"loss spike: {last[1]:.3f} at step {last[0]:,}, where the median of {span(before[-10:])} is {usual:.3f} "
-                f"and the loss varies by {varies:.3f} from record to record")
+        return (f"loss spike: {last[1]:.3f} at step {last[0]:,}, where the median of {span(before[-10:])} is "
+                f"{usual:.3f} and the loss varies by {varies:.3f} from record to record")
 
 
 def loss_not_smooth(records, size=8, groups=8):
@@ -75,8 +75,8 @@ def loss_not_smooth(records, size=8, groups=8):
              if middle(b) - middle(a) > max(2.5 * noise(points), 0.01 * abs(middle(a)))]
     if len(rises) > 1:
         told = "; ".join(f"from {middle(a):.3f} ({span(a)}) to {middle(b):.3f} ({span(b)})" for a, b in rises)
-        return (f"loss not smooth: medians of {size} records still rise, {told}, and from record to record it varies by "
-                f"{noise(points):.3f} only. Is the learning rate too high, or the data not mixed?")
+        return (f"loss not smooth: medians of {size} records still rise, {told}, and from record to record it varies "
+                f"by {noise(points):.3f} only. Is the learning rate too high, or the data not mixed?")
 
 
 def eos_loss_flat(records):
@@ -135,16 +135,16 @@ def data_wait(records):
     """A tenth of the time of the last 10 records went by until the data were there."""
     waited, took = series(records, "data_seconds")[-10:], series(records, "step_seconds")[-10:]
     if min(len(waited), len(took)) >= 5 and (share := sum(v for _, v in waited) / sum(v for _, v in took)) > 0.1:
-        return (f"waiting for data: {share:.0%} of the time of {span(waited)}, {middle(waited):.3f} of {middle(took):.3f} "
-                "seconds a step. Is the disk slow, or busy with something else?")
+        return (f"waiting for data: {share:.0%} of the time of {span(waited)}, {middle(waited):.3f} of "
+                f"{middle(took):.3f} seconds a step. Is the disk slow, or busy with something else?")
 
 
 def disk_full_soon(records):
-    """Less room than the next checkpoint of each kind takes, and once more, since the old one goes when the new is there."""
+    """Less room than twice the next checkpoint of each kind: an old one goes when the new one is there."""
     free, needed = series(records[-1:], "disk_free_bytes"), series(records[-1:], "next_saves_bytes")
     if free and needed and free[0][1] < 2 * needed[0][1]:
-        return (f"disk full soon: {free[0][1] / 2**30:.2f} GiB are free at step {free[0][0]:,}, and the next light and full "
-                f"checkpoint take {needed[0][1] / 2**30:.2f} GiB. Make room, or set a smaller --keep")
+        return (f"disk full soon: {free[0][1] / 2**30:.2f} GiB are free at step {free[0][0]:,}, and the next light and "
+                f"full checkpoint take {needed[0][1] / 2**30:.2f} GiB. Make room, or set a smaller --keep")
 
 
 def all_reduce_slower(records):

@@ -67,8 +67,8 @@ class Gauges:
         self.nvml = _nvml(setup.device) if setup.is_main else None
         self.counted, self.when = _counters(self.nvml), time.perf_counter()
         known = f"{self.peak:.4g} FLOP/s" if self.peak else "unknown here; --peak_flops names it"
-        self.formula = (f"mfu         {flops:.3e} FLOPs a token (6 N + 12 L H D S, engine/gauges.py) x tokens/s / {setup.world} "
-                        f"devices / the peak of one, {known}")
+        self.formula = (f"mfu         {flops:.3e} FLOPs a token (6 N + 12 L H D S, engine/gauges.py) x tokens/s / "
+                        f"{setup.world} devices / the peak of one, {known}")
 
     def before_step(self):
         """Keeps what the weights are, until `read`. On logged steps only: it takes the memory of the weights once more,
@@ -94,8 +94,8 @@ class Gauges:
         return {**total, "update_ratio_blocks": ratios} if self.per_block else total
 
     def read(self, seconds, waited, tokens):
-        """The gauges' part of a record. seconds: of this step, of them `waited` for data; tokens: of it, over all ranks.
-        Waiting and memory are the largest of any rank. All ranks must call it."""
+        """The gauges' part of a record. seconds: of this step, of them `waited` for data; tokens: of it, over all
+        ranks. Waiting and memory are the largest of any rank. All ranks must call it."""
         self.readings += 1
         speed = tokens / seconds
         record = {"tokens_per_second": speed, "step_seconds": seconds, **self.update_ratios(), **self.all_reduce(),
@@ -176,7 +176,7 @@ def memory(device):
 
 
 def _nvml(device):
-    """(pynvml, its handle of this device), or None. Whatever is missing, module, driver or permission, the run goes on."""
+    """(pynvml, its handle of this device), or None: whatever is missing there, the run goes on."""
     if device.type != "cuda":
         return None
     try:
@@ -188,8 +188,8 @@ def _nvml(device):
         return None
 
 
-# Fields of nvmlDeviceGetFieldValues: (number, scope, bytes in its unit). They are counters and cost nothing to read, where
-# nvmlDeviceGetPcieThroughput stops the caller for 20 ms. NVLink: of all links together.
+# Fields of nvmlDeviceGetFieldValues: (number, scope, bytes in its unit). They are counters and cost nothing to read,
+# where nvmlDeviceGetPcieThroughput stops the caller for 20 ms. NVLink: of all links together.
 FIELDS = {"pcie_sent": (197, 0, 1), "pcie_received": (198, 0, 1),
           "nvlink_sent": (138, 0xFFFFFFFF, 1024), "nvlink_received": (139, 0xFFFFFFFF, 1024)}
 

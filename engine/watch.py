@@ -1,8 +1,8 @@
 """
 A closer look at some steps, all off by default: --profile, --watch_nan, --watch_stats.
 
-They touch no number. But --watch_nan runs the blocks without torch.compile, which hides what is inside them, and so rounds
-in other places; the other two look at compiled blocks from outside and leave every bit as it is.
+They touch no number. But --watch_nan runs the blocks without torch.compile, which hides what is inside them, and so
+rounds in other places; the other two look at compiled blocks from outside and leave every bit as it is.
 """
 import contextlib
 import os
@@ -20,7 +20,8 @@ def watch_problems(config):
     found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", config.profile)
     problems = []
     if config.profile and not found:
-        problems.append(f"profile must be STEP:COUNT, both at least 1, as 100:3 for the steps 100 to 102; found '{config.profile}'")
+        problems.append("profile must be STEP:COUNT, both at least 1, as 100:3 for the steps 100 to 102; found "
+                        f"'{config.profile}'")
     elif found and int(found[1]) + int(found[2]) - 1 > config.max_steps:
         problems.append(f"profile = {config.profile} ends behind the last step, max_steps = {config.max_steps}")
     if config.watch_stats < 0:
@@ -29,7 +30,7 @@ def watch_problems(config):
 
 
 class Watch:
-    """Made on every rank before the model is wrapped. step(n) ... phase(name) ... end() go around a step of the loop."""
+    """Made on every rank before the model is wrapped; step(n), phase(name), ..., end() in each step of the loop."""
 
     def __init__(self, run, model, config, setup):
         self.run, self.setup, self.model, self.every = run, setup, model, config.watch_stats
@@ -87,19 +88,19 @@ class Watch:
     @torch.no_grad()
     def add(self, block, what, x):
         wide = x.float()
-        new = torch.stack([wide.sum(dtype=torch.float64), wide.square().sum(dtype=torch.float64), wide.abs().max().double()])
-        old = self.sums.get((block, what), (0, torch.zeros_like(new)))
-        self.sums[block, what] = old[0] + x.numel(), torch.cat([old[1][:2] + new[:2], torch.maximum(old[1][2:], new[2:])])
+        sums = torch.stack([wide.sum(dtype=torch.float64), wide.square().sum(dtype=torch.float64)])
+        count, before, most = self.sums.get((block, what), (0, 0, sums.new_zeros(())))
+        self.sums[block, what] = count + x.numel(), before + sums, torch.maximum(most, wide.abs().max().double())
 
     def stats(self):
-        """{"blocks_seen": {block: mean, std and largest absolute value of its output and of the gradient of it}}, over all
-        sequences of this global step; empty where the step is not watched. The gradient is that of the step's mean loss.
-        All ranks must call it."""
+        """{"blocks_seen": {block: mean, std and largest absolute value of its output and of the gradient of it}}, over
+        all sequences of this global step; empty where the step is not watched. The gradient is that of the step's mean
+        loss. All ranks must call it."""
         if not self.sums:
             return {}
-        counts = torch.tensor([count for count, _ in self.sums.values()], dtype=torch.float64, device=self.setup.device)
-        sums = torch.stack([values for _, values in self.sums.values()])                      # (2 n_layer, 3)
-        added, largest = parallel.all_sum(torch.cat([counts[:, None], sums[:, :2]], 1), self.setup), sums[:, 2].clone()
+        counts, sums, largest = zip(*self.sums.values())
+        sums, largest = torch.stack(sums), torch.stack(largest)                       # (2 n_layer, 2), (2 n_layer,)
+        added = parallel.all_sum(torch.cat([sums.new_tensor(counts)[:, None], sums], 1), self.setup)
         if self.setup.world > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         found = {}
@@ -128,14 +129,15 @@ class Watch:
             return
         for x in floats(inputs):
             self.takers(x).append(name)
-            if not_finite(x):                   # what the modules before have given was finite: it is what came after them
+            if not_finite(x):                   # all that modules gave before was finite: it came after
                 return self.report(f"forward, {parent}: what it computes before it calls {name} gives {describe(x)}")
         self.inputs[name] = "; ".join(describe(x) for x in floats(inputs)) or "token ids"
         for x in floats(output):
             self.takers(x, name)
             if not_finite(x):
-                weights = [f"; its {name} has {describe(p)}" for name, p in module.named_parameters() if not_finite(p)]
-                return self.report(f"forward, {name}: output {describe(x)} of input {self.inputs[name]}{''.join(weights)}")
+                weights = [f"; its {own} has {describe(p)}" for own, p in module.named_parameters() if not_finite(p)]
+                told = f"output {describe(x)} of input {self.inputs[name]}{''.join(weights)}"
+                return self.report(f"forward, {name}: {told}")
 
     def takers(self, x, giver=None):
         """The list of the modules that take x for input, which is kept with it; at first sight hooks its gradient."""
@@ -158,14 +160,15 @@ class Watch:
     def after_gradient(self, name, gradient):
         if not self.finding and not_finite(gradient):
             module = name.rpartition(".")[0]
-            self.report(f"backward, {module}: gradient of {name} {describe(gradient)}; its input was {self.inputs.get(module)}")
+            self.report(f"backward, {module}: gradient of {name} {describe(gradient)}; its input was "
+                        f"{self.inputs.get(module)}")
 
     def report(self, sentence):
         self.finding = f"step {self.number}, rank {self.setup.rank}, {sentence}"
 
     def found(self):
-        """{"not_finite": where it began}, of the first rank that saw it; said as well. All ranks must call it, for a step
-        whose loss or gradient is not finite."""
+        """{"not_finite": where it began}, of the first rank that saw it; said as well. All ranks must call it, for a
+        step whose loss or gradient is not finite."""
         if not self.watching:
             return {}
         findings = [self.finding]
