@@ -143,9 +143,10 @@ def read_schema(path):
 
 
 def read_schemas(script):
-    """{stem: schema} of this script and of all others, which lie beside this file or in runs/."""
+    """{stem: schema} of this script and of all others, which lie beside this file or in runs/; of two with one name
+    (train.py, bench/train.py) this script's."""
     schemas = {}
-    for path in sorted({script, *ROOT.glob("*.py"), *ROOT.glob("runs/*.py")}):
+    for path in (*sorted({*ROOT.glob("*.py"), *ROOT.glob("runs/*.py")} - {script}), script):
         try:
             if (schema := read_schema(path)) is not None:
                 schemas[path.stem] = schema

@@ -15,6 +15,17 @@ def token_losses(logits, targets):
     return losses.view_as(targets)
 
 
+def scores(model, hidden, targets, z_loss):
+    """(objectives, losses) of hidden (..., C), each like targets (...)."""
+    logits = model.logits(hidden)
+    losses = token_losses(logits, targets)
+    return losses + z_loss * logits.float().logsumexp(-1).square() if z_loss else losses, losses
+
+
+# Softmax, loss and their gradient in two passes over the logits and not in ten; compiled when it is first called.
+compiled_scores = torch.compile(scores)
+
+
 def model_losses(model, ids, targets, chunk=0, z_loss=0.0, **more):
     """What is made small and what is reported, of each target: (objectives, losses), fp32, each like targets.
 
@@ -27,16 +38,12 @@ def model_losses(model, ids, targets, chunk=0, z_loss=0.0, **more):
 
     z_loss: the objective is the loss + z_loss * log(Z)^2, Z the sum of the softmax. That holds log Z near 0, where the
     logits are not rounded much; 1e-4 is usual (Chowdhery et al. 2022, arXiv 2204.02311, section 5)."""
-    def scored(logits, hidden, targets):
-        logits = logits(hidden)
-        losses = token_losses(logits, targets)
-        return losses + z_loss * logits.float().logsumexp(-1).square() if z_loss else losses, losses
-
-    def read(logits, hidden):
+    def read(model, hidden):
+        score = compiled_scores if model.compiled and torch.is_grad_enabled() else scores
         if not chunk:
-            return scored(logits, hidden, targets)
+            return score(model, hidden, targets, z_loss)
         pieces = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk))
-        parts = [checkpoint(scored, logits, h, t, use_reentrant=False) for h, t in pieces]
+        parts = [checkpoint(score, model, h, t, z_loss, use_reentrant=False) for h, t in pieces]
         return tuple(torch.cat(part).view_as(targets) for part in zip(*parts))
 
     return model(ids, read=read, **more)

@@ -170,3 +170,5 @@ def compile_blocks(model, setup, wanted, dynamic=None):
         return
     for block in model.model.layers:
         block.compile(dynamic=dynamic)
+        block.self_attn.own_gradient = setup.device.type == "cpu" and dynamic is None      # see model.CpuFlash
+    model.compiled = True               # see engine/loss.py
