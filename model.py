@@ -186,8 +186,8 @@ def attend(q, k, v, allowed, kind, own_gradient=False):
 
 
 class CpuFlash(torch.autograd.Function):
-    """SDPA, causal, with another gradient: the one that torch 2.13 has for CPUs takes six times as long as the forward
-    pass, for rows of 64 tokens sixteen times. Compiled, this one takes half of it at 256 and a fifth at 64; eager, or
+    """SDPA, causal, with another gradient: the one that torch 2.13 has for CPUs takes seven times as long as the forward
+    pass, for rows of 64 tokens seventeen times. Compiled, this one takes half of it at 256 and a fifth at 64; eager, or
     for long rows, it is slower. q, k, v (B, H, T, D); the scores are fp32 here too."""
 
     @staticmethod

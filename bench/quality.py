@@ -3,18 +3,18 @@ Quality beside speed: characters of Shakespeare with nanoGPT's settings for a CP
 
     python bench/quality.py --text=shakespeare.txt                          karpathy/char-rnn's data/tinyshakespeare
     python bench/quality.py --text=shakespeare.txt --nanogpt=DIR            nanoGPT's model from a checkout
-    python bench/quality.py --text=shakespeare.txt --runs='ours 2e-3' --seeds=7      another run beside those that are there
+    python bench/quality.py --text=shakespeare.txt --runs='ours 4e-3' --seeds=7,          one more run
 
-4 layers of 128, 4 heads, blocks of 64, 12 a step, 2,000 steps, AdamW with beta2 0.99 and decay 0.1, no dropout; 100 steps
-of warm-up, then a cosine down to a tenth. The first nine tenths of the text are learned from. All see the same windows of
-it, drawn anew for each seed, and are measured on the same held-out characters: all that there are, in blocks of 64. Ours
-has a SwiGLU of 344, which makes 800,000 parameters; the GPT-2 has 804,096. Ours is trained by train.py's functions.
+4 layers of 128, 4 heads, blocks of 64, 12 a step, 2,000 steps, AdamW with beta2 0.99 and decay 0.1, no dropout; 100
+steps of warm-up, then a cosine down to a tenth. The first nine tenths of the text are learned from. All see the same
+windows of it, drawn anew for each seed, and are measured on the same held-out characters: all that there are, in blocks
+of 64. Ours has a SwiGLU of 344, which makes 800,000 parameters; the GPT-2 has 804,096. Ours is trained by train.py's
+functions, the GPT-2 as nanoGPT trains it on a CPU: fp32, eager.
 
-A run is `gpt RATE`, `ours RATE` or `ours RATE RATE-OF-MATRICES` (Muon). Its result is kept in out_dir; a run that is there
-is not done again, and the table is of all that are there. Seconds are those of the training steps without the first, in
-which compilation falls, and without the measuring.
+A run is `gpt RATE`, `ours RATE` or `ours RATE RATE-OF-MATRICES` (Muon). Its result is kept in out_dir; a run that is
+there is not done again, and the table is of all that are there. Seconds are those of the training steps without the
+first, in which compilation falls, and without the measuring.
 """
-import math
 import statistics
 import sys
 import time
@@ -36,7 +36,7 @@ from model import Llama, ModelConfig
 
 text = ""                       # the file; without it there is nothing to do
 nanogpt = ""                    # a checkout of nanoGPT; "": the model in bench/gpt.py
-runs: tuple[str] = ("gpt 1e-3", "ours 1e-3", "ours 4e-3", "ours 4e-3 0.02")
+runs: tuple[str] = ("gpt 1e-3", "ours 2e-3", "ours 4e-3 0.02")
 seeds: tuple[int] = (1, 2, 3)
 out_dir = "out/quality"
 target = 1.886                  # held-out loss: nanoGPT's after 2,000 steps, once
@@ -135,20 +135,24 @@ def show(folder, target):
     for path in sorted(folder.glob("*.json")):
         found = read_json(path)
         results.setdefault(found["run"], []).append(found)
-    print(f"| run | parameters | held-out loss, seeds | mean | step and seconds at {target} | ms a step |\n|---|---:|---|---:|---|---:|")
+    print(f"| run | parameters | held-out loss | seeds | mean | step, seconds at {target} | ms a step |\n"
+          "|---|---:|---|---|---:|---|---:|")
     for run, found in results.items():
         found.sort(key=lambda result: result["seed"])
-        reached = [next((f"{step}: {seconds:.0f} s" for step, loss, seconds in result["curve"] if loss <= target), "-")
+        reached = [next((f"{step}: {seconds:.0f}" for step, loss, seconds in result["curve"] if loss <= target), "-")
                    for result in found]
         pace = statistics.median(1000 * r["curve"][-1][2] / (r["curve"][-1][0] - 1) for r in found)
         losses = [result["loss"] for result in found]
-        print(f"| {run} | {found[0]['parameters']:,} | {', '.join(f'{loss:.4f}' for loss in losses)} "
-              f"(seeds {', '.join(str(r['seed']) for r in found)}) | {statistics.mean(losses):.4f} | {', '.join(reached)} | {pace:.1f} |")
+        cells = [run, f"{found[0]['parameters']:,}", ", ".join(f"{loss:.3f}" for loss in losses),
+                 ", ".join(str(result["seed"]) for result in found), f"{statistics.mean(losses):.3f}",
+                 ", ".join(reached), f"{pace:.1f}"]
+        print("| " + " | ".join(cells) + " |")
 
 
 def main(config):
     if not config.text or not Path(config.text).exists():
-        print(f"text = {config.text!r} is no file: nothing to do. It is karpathy/char-rnn's data/tinyshakespeare/input.txt")
+        print(f"text = {config.text!r} is no file, so there is nothing to do. What is wanted is "
+              "data/tinyshakespeare/input.txt of karpathy/char-rnn.")
         return
     refuse(*[f"runs: {run!r} is not 'gpt RATE', 'ours RATE' or 'ours RATE RATE'" for run in config.runs
              if run.split()[0] not in ("gpt", "ours") or len(run.split()) not in (2, 3)],

@@ -4,6 +4,8 @@ The one token loss and the one log-probability function.
 Losses are summed, never averaged, over tokens: the caller divides the sum over the *global* step by the global sum of
 weights. A mean per micro-batch, averaged over micro-batches, would weigh a token more in a batch that has few of them.
 """
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -22,8 +24,10 @@ def scores(model, hidden, targets, z_loss):
     return losses + z_loss * logits.float().logsumexp(-1).square() if z_loss else losses, losses
 
 
-# Softmax, loss and their gradient in two passes over the logits and not in ten; compiled when it is first called.
-compiled_scores = torch.compile(scores)
+@functools.cache                # made when it is asked for: what only reads a model need not load the compiler
+def compiled_scores():
+    """`scores` with softmax, loss and their gradient in two passes over the logits and not in ten."""
+    return torch.compile(scores)
 
 
 def model_losses(model, ids, targets, chunk=0, z_loss=0.0, **more):
@@ -39,7 +43,7 @@ def model_losses(model, ids, targets, chunk=0, z_loss=0.0, **more):
     z_loss: the objective is the loss + z_loss * log(Z)^2, Z the sum of the softmax. That holds log Z near 0, where the
     logits are not rounded much; 1e-4 is usual (Chowdhery et al. 2022, arXiv 2204.02311, section 5)."""
     def read(model, hidden):
-        score = compiled_scores if model.compiled and torch.is_grad_enabled() else scores
+        score = compiled_scores() if model.compiled and torch.is_grad_enabled() else scores
         if not chunk:
             return score(model, hidden, targets, z_loss)
         pieces = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk))

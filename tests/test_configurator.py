@@ -388,3 +388,9 @@ def test_ctrl_c_ends_with_a_word_and_no_trace(capsys):
     assert capsys.readouterr().err == "\ninterrupted\n"
     configurator.tell(ValueError, ValueError("what it was"), None)
     assert "ValueError: what it was" in capsys.readouterr().err
+
+
+def test_of_two_scripts_with_one_name_each_has_its_own_keys():
+    keys = {name: configurator.read_schemas(configurator.ROOT / name)["train"] for name in ("train.py", "bench/train.py")}
+    assert "max_steps" in keys["train.py"] and "nanogpt" in keys["bench/train.py"]
+    assert "nanogpt" not in keys["train.py"] and "max_steps" not in keys["bench/train.py"]

@@ -9,8 +9,10 @@ import sys
 import pytest
 import torch
 
-from small import ROOT, config_shape
+from small import ALONE, ROOT, config_shape
 from engine.hf import mismatches
+from engine.loss import model_losses
+from engine.parallel import compile_blocks
 from model import KVCache, Llama, ModelConfig, RMSNorm, ScalarModel, apart, attend
 
 SMALL = dict(vocab_size=211, n_layer=3, n_head=4, n_embd=64, n_inner=96, block_size=256)
@@ -197,6 +199,43 @@ def test_compiled_gradients_of_the_explicit_attention_are_those_of_eager(padded)
     model.model.layers[0].compile()
     for a, b in zip(eager, gradients(), strict=True):
         assert (a - b).norm() < 0.02 * a.norm()                    # NaN is not smaller
+
+
+@pytest.mark.parametrize("time", [1, 32, 128, 130, 300])
+def test_attentions_own_gradient_is_exact_and_never_rounds_scores(time):
+    """Against float64: in fp32 to 1e-5; in bf16, with scores whose rounding would show, as near as torch's own."""
+    generator = torch.Generator().manual_seed(time)
+    draw = lambda heads, scale=1.0: torch.randn(2, heads, time, 16, generator=generator, dtype=torch.float64) * scale
+    def error(q, k, v, gradient, dtype, own):
+        rounded = [x.to(dtype) for x in (q, k, v, gradient)]
+        def gradients(kind, own):
+            leaves = [x.to(kind).requires_grad_() for x in rounded[:3]]
+            return torch.autograd.grad(attend(*leaves, None, "flash", own), leaves, rounded[3].to(kind))
+        exact = gradients(torch.float64, False)
+        return max(((a - b).norm() / b.norm().clamp(min=1)).item() for a, b in zip(gradients(dtype, own), exact))
+    for n_kv_head in (4, 2, 1):
+        tensors = draw(4, 3), draw(n_kv_head, 3), draw(n_kv_head), draw(4)
+        assert error(*tensors, torch.float32, True) < 1e-5
+    assert error(*tensors, torch.bfloat16, True) < 1.5 * error(*tensors, torch.bfloat16, False) + 2e-3
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("chunk", [0, 40])
+def test_a_compiled_step_has_the_losses_and_gradients_of_eager(chunk):
+    """With attention's own gradient, and the loss compiled with the head."""
+    ids = torch.randint(0, 211, (2, 130), generator=torch.Generator().manual_seed(1))
+    results = []
+    for wanted in (False, True):
+        model = Llama(ModelConfig(**{**SMALL, "n_layer": 1}, n_kv_head=2)).init_weights(3)
+        model.n_tokens = 200                                     # the rest pads the vocabulary
+        compile_blocks(model, ALONE, wanted)
+        assert model.compiled == model.model.layers[0].self_attn.own_gradient == wanted
+        objectives, losses = model_losses(model, ids, ids % 200, chunk, z_loss=1e-3)
+        objectives.mean().backward()
+        results.append([objectives, losses, *(p.grad for p in model.parameters())])
+    assert results[0][0].allclose(results[1][0], atol=1e-5) and (results[0][0] > results[0][1]).all()
+    for eager, compiled in zip(*results):
+        assert ((eager - compiled).norm() / eager.norm()).item() < 1e-5
 
 
 def test_rmsnorm_returns_the_inputs_dtype():
