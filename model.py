@@ -54,7 +54,7 @@ class ModelConfig:
     qkv_bias: bool = False          # Qwen 1.5 to 2.5: q, k and v have a bias
     qk_norm: bool = False           # Qwen3: each head's q and k are normalised before they are turned
     sliding_window: int = 0         # Mistral: a token sees so many, itself among them; 0: all before it
-    rope_scaling: dict | None = None    # {"rope_type": ..., "factor": ...}, see rope_frequencies; None: as it was trained
+    rope_scaling: dict | None = None    # {"rope_type": ..., "factor": ...}, see rope_frequencies; None: as trained
     family: str = ""                # whose files it is written as; "": the plainest that can say all this
 
     def __post_init__(self):

@@ -335,10 +335,12 @@ def write_documents(done, config, folder, audit):
 # Token shards
 
 def write_tokens(config, tokenizer, key, audit):
-    """docs/ -> tokens/: every document as BOS text EOS (text EOS without a BOS). index.json comes last and makes the shards valid."""
+    """docs/ -> tokens/: every document as BOS text EOS (text EOS without a BOS).
+    index.json comes last and makes the shards valid."""
     folder = Path(config.data_dir) / "tokens"
     if tokenizer.eos_id is None:
-        refuse(f"the tokenizer in {folder.parent / 'tokenizer'} has no EOS token, but documents are stored as BOS text EOS")
+        refuse(f"the tokenizer in {folder.parent / 'tokenizer'} has no EOS token, but documents are stored as "
+               "BOS text EOS")
     before = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
     (folder / "index.json").unlink(missing_ok=True)
     splits = {}

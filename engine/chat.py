@@ -55,9 +55,10 @@ def render(tokenizer, messages, open_assistant=False):
     """
     missing = [name for name in CHAT_TOKENS if name not in tokenizer.specials]
     end = end_token(tokenizer)
-    if end == "</s>" and any(b"[INST]" in content for name, content in tokenizer.files.items() if "tokenizer.json" != name):
-        refuse("this model's conversations are in the form [INST] ... [/INST] (Llama 2's and Mistral's chat models), which "
-               "is not written here: in another form it would answer worse. Its base model can be taken, or --prompt.")
+    templates = [tokenizer.files.get(name, b"") for name in ("tokenizer_config.json", "chat_template.jinja")]
+    if end == "</s>" and any(b"[INST]" in content for content in templates):
+        refuse("this model's conversations are in the form [INST] ... [/INST] (Llama 2's and Mistral's chat models), "
+               "which is not written here: in another form it would answer worse. Its base model can be taken, or --prompt.")
     roles = ["bos"] * (end is None or FORMS[end][3]) + ["pad"] * (end is None or not open_assistant)
     lacking = [*(missing if end is None else []), *(role for role in roles if getattr(tokenizer, f"{role}_id") is None)]
     if lacking:

@@ -132,7 +132,8 @@ class Tokenizer:
         # only entry that we use, never produces them.
         if model is None:
             rank_of = {token: rank for rank, token in enumerate(ranks)}
-            self.engine = tiktoken.Encoding("teardown", pat_str=pattern, mergeable_ranks=rank_of, special_tokens=specials)
+            self.engine = tiktoken.Encoding("teardown", pat_str=pattern, mergeable_ranks=rank_of,
+                                            special_tokens=specials)
         else:
             self.engine = SentencePieceProcessor(model_proto=model)
         # What encode puts before every text, and decode takes away.
@@ -198,7 +199,8 @@ class Tokenizer:
     def load(cls, path):
         """
         A folder with tokenizer.json or tokenizer.model (SentencePiece), such a file itself, or a rank file (.tiktoken,
-        or GPT-2's .bpe) of a known name. In a folder with both tokenizer.json is read, as transformers does. Refuses a file whose tokens it could not reproduce, with the reason.
+        or GPT-2's .bpe) of a known name. In a folder with both tokenizer.json is read, as transformers does.
+        Refuses a file whose tokens it could not reproduce, with the reason.
         """
         path = Path(path)
         if path.suffix in (".tiktoken", ".bpe"):
@@ -228,7 +230,8 @@ class Tokenizer:
         # No format_version of ours: tokenizers refuses the file when it meets an unknown key.
         content = {
             "version": "1.0", "truncation": None, "padding": None,
-            "added_tokens": [{"id": id, "content": name, **flags, "special": name in self.specials} for name, id in added],
+            "added_tokens": [{"id": id, "content": name, **flags, "special": name in self.specials}
+                             for name, id in added],
             "normalizer": {"type": "NFC"} if self.nfc else None,
             "pre_tokenizer": _pre_tokenizer(self.pattern),
             "post_processor": None,
@@ -276,7 +279,8 @@ def _from_json(file):
         data = json.loads(file.read_text(encoding="utf-8"))
         if data["model"].get("byte_fallback") and data["model"].get("type") == "BPE":
             content, reasons = pieces.written(data)
-            return _from_pieces(file, content, reasons, {token["content"]: token["id"] for token in data["added_tokens"]})
+            added = {token["content"]: token["id"] for token in data["added_tokens"]}
+            return _from_pieces(file, content, reasons, added)
         model, vocab, added = data["model"], data["model"]["vocab"], data.get("added_tokens", [])
         pattern = data["pre_tokenizer"].get("pretokenizers", [{}])[0].get("pattern", {}).get("Regex", "")
         for step in data["pre_tokenizer"].get("pretokenizers", []):

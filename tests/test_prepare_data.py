@@ -437,11 +437,11 @@ def test_every_change_to_the_program_counts(tmp_path, monkeypatch):
     assert len(seen | {prepare_data.program_hash()}) == 5
 
 
-def test_a_tokenizer_without_bos_is_refused(tmp_path, inputs, byte_tokenizer, capsys):
-    byte_tokenizer(tmp_path / "d").bos_id = None
+def test_a_tokenizer_without_eos_is_refused(tmp_path, inputs, byte_tokenizer, capsys):
+    byte_tokenizer(tmp_path / "d").eos_id = None
     with pytest.raises(SystemExit) as stop:
         run(tmp_path / "d", inputs)
-    assert stop.value.code == 2 and "no BOS" in capsys.readouterr().err
+    assert stop.value.code == 2 and "no EOS" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------------------------
