@@ -27,7 +27,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from configurator import refuse
 from engine import hf
@@ -81,7 +80,7 @@ def save_full(run_dir, step, modules, optimizers, state, setup, in_background=Fa
         if then and setup.is_main:
             then()
     if in_background:
-        tensors = _copied(tensors, setup)
+        tensors = _copied(tensors)
         do_in_background(write, final)
     else:
         with _refusing(final):
@@ -109,11 +108,18 @@ def _background_group(setup):
     return _own.get("group")
 
 
-def _copied(tensors, setup):
-    """The tensors as they are now, in memory of the CPU that the next save uses again."""
-    if "stager" not in _own:
-        _own["stager"] = DefaultStager(StagingOptions(setup.device.type == "cuda", False, False, False))
-    return _own["stager"].stage(tensors)
+def _copied(tensors):
+    """The tensors as they are now, in memory of the CPU that is kept for the next save: where the machine has to find that
+    much memory each time, it takes longer than the copying itself."""
+    kept, copies = _own.pop("copies", {}), {}
+    kind = lambda t: (type(t), t.shape, t.dtype, getattr(t, "placements", None))
+    for name, tensor in tensors.items():
+        copy = kept.get(name)
+        if copy is None or kind(copy) != kind(tensor):
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+        copies[name] = copy.copy_(tensor)
+    _own["copies"] = copies
+    return copies
 
 
 def _on_main(work, setup, group=None):
