@@ -55,7 +55,7 @@ def test_kills_and_other_numbers_of_processes_leave_the_stream_whole(tmp_path):
     """kill -9 at the edge of an epoch and at random steps, the third before anything new was saved; 4, 2, 2, 3 processes."""
     folders = [make_data(tmp_path / name, docs, seed) for name, docs, seed in (("large", 25, 1), ("small", 4, 2))]
     settings = [f"--data_dir={folders[0]}", f"--data_mix={ {str(folders[0]): 0.7, str(folders[1]): 0.3} }", "--log_samples=True",
-                f"--batch_tokens={32 * PER_STEP}", f"--max_steps={STEPS}", "--save_full=3", "--save_light=0"]
+                f"--batch_tokens={32 * PER_STEP}", f"--max_steps={STEPS}", "--save_full=3", "--save_light=0", "--micro_batch_size=1"]
     data = open_mixture(None, {str(folders[0]): 0.7, str(folders[1]): 0.3}, "train", 32)
     train(folders[0], tmp_path / "whole", *settings)
     stream = np.array([line["blocks"] for line in read_samples(path_of(tmp_path / "whole" / "pretrain", 0)).values()])
