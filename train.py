@@ -97,7 +97,7 @@ async_save = True               # full checkpoints are copied, and written to th
 keep = 2                        # newest checkpoints of each kind that are kept; 0: all
 keep_best = 1                   # light ones that are kept beyond those, for the lowest held-out loss (see eval_every)
 # when things go wrong, see engine/ladder.py
-max_bad_steps = 10              # so many skipped steps in a row end the run, or send it back if on_spike is 'skip' or 'rollback'
+max_bad_steps = 10              # so many skipped steps in a row end the run; if on_spike is 'skip' or 'rollback', send it back
 on_spike = "log"                # a gradient norm that leaps: 'log' it, 'skip' the step, 'rollback' before it, or 'stop'
 spike_z = 6.0                   # standard deviations above the mean of the recent norms that are a leap; 0: no matter
 spike_norm = 5.0                # after the warm-up a norm above this is a leap as well; 0: no matter
@@ -107,10 +107,10 @@ rollback_lr = 0.8               # what the learning rate is multiplied by in a r
 max_rollbacks = 3               # then the run ends
 timeout = 60.0                  # seconds after which a process that gives no sign of life ends the run
 log_blocks = False              # the update-to-weight ratio of each block as well
-peak_flops = 0.0                # FLOP/s of one device for the MFU; 0: from the table in engine/gauges.py, if it is there
-profile = ""                    # STEP:COUNT: a profiler's trace of so many steps from that on, in out_dir/pretrain/profile
+peak_flops = 0.0                # FLOP/s of one device, for the MFU; 0: from the table in engine/gauges.py
+profile = ""                    # STEP:COUNT: a trace of so many steps from that one on, in out_dir/pretrain/profile
 watch_nan = False               # names the module and tensor that first was not finite; slow, and without torch.compile
-watch_stats = 0                 # every so many steps: mean, std and maximum of what each block gives, and of its gradient
+watch_stats = 0                 # every so many steps: mean, std and maximum of each block's output and its gradient
 # the machine
 device = "auto"                 # 'auto', 'cpu' or 'cuda'
 dtype = "auto"                  # of matrix products: 'bf16' or 'fp32'; auto: bf16 where the machine has it natively
@@ -427,8 +427,8 @@ def pretrain(config, setup, alive):
             monitor.log(done, save_seconds=saving)
         if leaving and not last:
             checkpoint.wait()
-            setup.say(f"asked to leave: step {done} is saved in {checkpoint.folder_of(run, 'full', done)}, the same command "
-                      "continues")
+            setup.say(f"asked to leave: step {done} is saved in {checkpoint.folder_of(run, 'full', done)}, the same "
+                      "command continues")
             monitor.close()
             parallel.finish(setup)
             raise SystemExit(TRY_AGAIN)

@@ -4,10 +4,10 @@ A run that is killed again and again comes to the same weights as one that is le
     python bench/soak.py                    50 accidents, a quarter of an hour or more
     python bench/soak.py --kills=10
 
-Two processes on the CPU, full checkpoints every other step, bad data on the way that are skipped because of the gradient
-norm's statistics. An accident is, at a random moment: kill -9 of everything, of one rank or of torchrun, or SIGTERM. Says of each
-what it was, where it struck, and after each finished run whether its weights and losses are those of the undisturbed
-one, bit for bit. Exit status 1 when they are not.
+Two processes on the CPU, full checkpoints every other step, bad data on the way that are skipped because of the
+statistics of the gradient norms. An accident is, at a random moment: kill -9 of everything, of one rank or of torchrun,
+or SIGTERM. Says of each what it was and where it struck, and of each run that came to its end whether its weights and
+losses are those of the undisturbed one, bit for bit. Exit status 1 when they are not.
 """
 import os
 import random
@@ -67,7 +67,8 @@ def main(config):
             saving = stage(out, known)
             strike(run, fault, rng)
             done += 1
-            sound = [step for step in steps_of(out / "pretrain", "full") if not verify(folder_of(out / "pretrain", "full", step))]
+            folders = [folder_of(out / "pretrain", "full", step) for step in steps_of(out / "pretrain", "full")]
+            sound = [int(folder.name[-8:]) for folder in folders if not verify(folder)]
             print(f"{done:3}  {fault:20} after step {at:2}" + (f", save at stage '{saving}'" if saving else "")
                   + f"; sound checkpoints {sound}", flush=True)
             continue

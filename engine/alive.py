@@ -1,14 +1,14 @@
 """
 Who is still there, and who wants us to leave.
 
-Signals: SIGTERM and SIGUSR1, with which schedulers announce the end, are only noted. The loop asks at the end of a step,
-all ranks together, saves and leaves with exit status 75: "try again" (EX_TEMPFAIL of sysexits.h).
+Signals: SIGTERM and SIGUSR1, with which schedulers announce the end, are only noted. The loop asks at the end of a
+step, all ranks together, saves and leaves with exit status 75: "try again" (EX_TEMPFAIL of sysexits.h).
 
-Signs of life: when a process dies, the others wait for it in a collective. gloo then names a port, NCCL nobody, and only
-after its own, long timeout. So each rank counts up a number in the store that torchrun keeps, once in a beat, and looks
-at its right neighbour's. Whose number stands still is named, and everybody leaves. A thread does it, which a rank that
-waits in a collective still has. What is counted are one's own beats and not seconds: when a whole machine is suspended,
-nobody has died.
+Signs of life: when a process dies, the others wait for it in a collective. gloo then names a port, NCCL nobody, and
+that after its own, long timeout. So each rank counts up a number in the store that torchrun keeps, once in a beat, and
+looks at its right neighbour's. Whose number stands still is named, and everybody leaves. A thread does it, which a rank
+that waits in a collective still has. What is counted are one's own beats and not seconds: when a whole machine is
+suspended, nobody has died.
 """
 import contextlib
 import os
@@ -54,7 +54,8 @@ class Alive:
         lost = []
         if self.setup.world > 1:
             # A refusal may come of an error in a collective, too: it is then the context of the refusal.
-            broken = any(isinstance(e, (RuntimeError, CheckpointException)) for e in (error, error and error.__context__))
+            errors = (error, error and error.__context__)
+            broken = any(isinstance(each, (RuntimeError, CheckpointException)) for each in errors)
             lost = self._still(SHORT) if broken else []
             self.over.set()
             self.thread.join(20)        # a thread that is in torch's C++ when Python ends may keep it from ending
@@ -102,12 +103,12 @@ class Alive:
         for rank, (old, new) in enumerate(zip(before, after)):
             count, who = new.split(", ", 1)
             if new == old and rank != self.setup.rank and count != "done":
-                why = "has ended; what it said is above" if count == "ended" else "gives no sign of life: it died or hangs"
-                lost.append(f"rank {rank} ({who}) {why}")
+                lost.append(f"rank {rank} ({who}) " + ("has ended; what it said is above" if count == "ended" else
+                                                       "gives no sign of life: it died or hangs"))
         return lost
 
     def _tell(self, lost):
-        """One rank says it; the others, whose neighbours may be well, learn that there is something to leave for."""
+        """One rank says it; the others, whose neighbours may be well, learn that it is time to leave."""
         if lost and self.store.add("said", 1) == 1:
             self._print("; ".join(lost))
             self.store.set("lost", "yes")

@@ -1,15 +1,15 @@
 """
 What is done about a step that went wrong, rung by rung: look on, skip it, go back before it, stop.
 
-A loss or gradient that is not finite is never learned from: one NaN in Adam's moments stays there. A spike is a gradient
-norm far above the recent ones: `spike_z` standard deviations above their mean, or after the warm-up above `spike_norm`.
-The recent ones are the norms of the last `spike_window` steps that were taken, so nothing that was skipped, and no NaN,
-is ever in the statistics. Everything here is computed from numbers that are the same on all ranks (`agree`).
+A loss or gradient that is not finite is never learned from: one NaN in Adam's moments stays there. A spike is a
+gradient norm far above the recent ones: `spike_z` standard deviations above their mean, or after the warm-up above
+`spike_norm`. The recent ones are those of the last `spike_window` steps that were taken, so nothing that was skipped,
+and no NaN, is ever in the statistics. All is computed from numbers that are the same on all ranks (`agree`).
 
-A roll-back goes to a full checkpoint from before the bad data, leaves these data out from then on and lowers the learning
-rate (PaLM, arXiv 2204.02311, section 5.1, found that the same data after other steps do no harm: it is the pair that
-does). The decision is written into RUN/rollbacks.json before anything is renamed, and the rest is a function of that file
-and of the checkpoints' own state: a run that is killed in the middle comes to the same end.
+A roll-back goes to a full checkpoint from before the bad data, leaves these data out from then on and lowers the
+learning rate. (PaLM, arXiv 2204.02311, section 5.1, found that the same data do no harm to other weights: it is the
+pair that does.) The decision is written into RUN/rollbacks.json before anything is renamed, and the rest is a function
+of that file and of the checkpoints' own state: a run that is killed in the middle comes to the same end.
 """
 import itertools
 import json
@@ -43,8 +43,8 @@ def ladder_problems(config):
 
 
 def agree(loss, norm, asked, setup):
-    """(loss, gradient norm, whether any rank was asked to leave) as floats, the same bits on every rank. A NaN that only
-    one of them has comes out as NaN: a sum cannot lose it, where a maximum may."""
+    """(loss, gradient norm, whether any rank was asked to leave), the same bits on every rank. A NaN that only one of
+    them has comes out as NaN: a sum cannot lose it, where a maximum may."""
     ours = torch.stack([loss.double(), norm.double(), torch.full_like(loss, bool(asked), dtype=torch.float64)])
     loss, norm, asked = parallel.all_sum(ours, setup).tolist()
     return loss / setup.world, norm / setup.world, asked > 0
@@ -52,8 +52,8 @@ def agree(loss, norm, asked, setup):
 
 def trouble(loss, norm, recent, warm, config):
     """What is unusual about a step, in words; '' when nothing is. recent: norms of the steps before; warm: whether the
-    warm-up is over. The deviation counts from half a window on, and is taken as 5 % of the mean at least: where all norms
-    are alike, a small change is none that matters."""
+    warm-up is over. The deviation counts from half a window on, and is taken as 5 % of the mean at least: where all
+    norms are alike, a small change is none that matters."""
     if not math.isfinite(loss + norm):
         return f"loss {loss}, gradient norm {norm}"
     if warm and config.spike_norm and norm > config.spike_norm:
@@ -99,13 +99,13 @@ def lr_factor(decisions, step):
 
 
 def decide(deed, run, step, wrong, in_a_row, decisions, culprits, config):
-    """Writes down a roll-back because of what is `wrong` in step number `step` (from 0). Refuses when that ends the run:
-    deed 'stop', too many roll-backs, or no checkpoint to go back to. On rank 0."""
+    """Writes down a roll-back because of what is `wrong` in step number `step` (from 0). Refuses when the run ends: deed
+    'stop', too many roll-backs, or no checkpoint to go back to. On rank 0."""
     if in_a_row >= config.max_bad_steps:
-        wrong = f"{in_a_row} steps in a row had a loss or gradient that is not finite or leaps, the last with {wrong}"
+        wrong = f"{in_a_row} steps in a row had a loss or gradient that is not finite or leaps, the last {wrong}"
     told = [f"step {step + 1}: {wrong}", *describe(culprits)]
-    end = ("so the run ends. The last good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, or look at the "
-           "data: log.jsonl has the blocks of each skipped step.")
+    end = ("so the run ends. The last good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, or look "
+           "at the data: log.jsonl has the blocks of each skipped step.")
     if deed == "stop":
         refuse(*told, f"on_spike = '{config.on_spike}', {end}")
     whole = [k for k in steps_of(run, "full") if (folder_of(run, "full", k) / "manifest.json").exists() and k <= step]
@@ -120,8 +120,9 @@ def decide(deed, run, step, wrong, in_a_row, decisions, culprits, config):
     decision = {"step": step + 1, "wrong": wrong, "to": back, "window": window, "lr_factor": config.rollback_lr,
                 "culprits": culprits}
     write_json(run / "rollbacks.json", {"rollbacks": [*decisions, decision]})
-    print(*told, f"back to step {back}, without steps {window[0]} to {window[1] - 1} of the data's plan, the learning rate "
-          f"times {config.rollback_lr:g} (roll-back {len(decisions) + 1} of {config.max_rollbacks})", sep="\n", flush=True)
+    print(*told, f"back to step {back}, without steps {window[0]} to {window[1] - 1} of the data's plan, the learning "
+          f"rate times {config.rollback_lr:g} (roll-back {len(decisions) + 1} of {config.max_rollbacks})", sep="\n",
+          flush=True)
 
 
 def settle(run):
@@ -140,14 +141,15 @@ def settle(run):
 
 
 def go_on(run, modules, moments, setup, config, data_hash=None, again=False):
-    """What checkpoint.resume does and gives, after what a roll-back left to do, and with all roll-backs in the state. Of a
-    run that begins, with these data, step 0. again: from a step that went wrong, where there must be a way back."""
+    """What checkpoint.resume does and gives, after what a roll-back left to do, and with all roll-backs in the state.
+    Of a run that begins, with these data, step 0. again: after a step that went wrong; there must be a way back."""
     checkpoint.wait()
     on_main(lambda: settle(run), setup)
     found = checkpoint.resume(run, modules, moments, setup, config.resume_from, config.trust_state)
     if found is None and again:
         parallel.refuse_once(setup, f"no full checkpoint in {run} can be read, so there is no way back; the run ends")
-    state = {"step": 0, "tokens": 0, "data_hash": data_hash, "in_a_row": 0, "recent": [], "rollbacks": [], **(found or {})}
+    begin = {"step": 0, "tokens": 0, "data_hash": data_hash, "in_a_row": 0, "recent": [], "rollbacks": []}
+    state = {**begin, **(found or {})}
     decisions = parallel.from_main(decisions_of(run, state) if setup.is_main else None, setup)
     if len(decisions) > len(state["rollbacks"]):        # the bad steps that were being counted will not happen
         state.update(rollbacks=decisions, in_a_row=0)
@@ -173,9 +175,9 @@ def name_documents(train, tokenizer, blocks, losses, most=5):
         begin, end = np.searchsorted(source.offsets, [first, last], side="right") - 1
         for document in range(begin, min(end + 1, begin + most)):
             text = tokenizer.decode(source.read(int(source.offsets[document]) + 1, 50).tolist())
-            culprits.append({"block": int(blocks[place]), "loss": float(losses[place]), "data": str(source.folder.parent),
-                             "document": document, "url": url_of(source.folder.parent, document),
-                             "begins": printable(text)[:80]})
+            data_dir = source.folder.parent
+            culprits.append({"block": int(blocks[place]), "loss": float(losses[place]), "data": str(data_dir),
+                             "document": document, "url": url_of(data_dir, document), "begins": printable(text)[:80]})
     return culprits
 
 

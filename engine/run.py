@@ -47,8 +47,8 @@ def open_run(config, stage, setup, **made_from):
 
 
 def refuse_other_disk(folder, setup, patience=5):
-    """Refuses when a rank does not see what rank 0 does: a folder on each machine's own disk, or a relative one with other
-    current folders. The lock file, which rank 0 has just written, tells; a network file system may show it seconds late."""
+    """Refuses when a rank does not see what rank 0 does: a folder on each machine's own disk, or a relative one with
+    other current folders. The lock file that rank 0 has just written tells; a network disk may show it seconds late."""
     def seen():
         path = folder / ".lock"
         return path.read_text() if path.exists() else None
@@ -56,8 +56,8 @@ def refuse_other_disk(folder, setup, patience=5):
     while (wrong := seen() != theirs) and time.monotonic() < deadline:
         time.sleep(0.1)
     if parallel.all_sum(torch.tensor(float(wrong), device=setup.device), setup) > 0:
-        refuse(*[f"rank {setup.rank} on {socket.gethostname()} does not see the {folder.resolve()} that rank 0 does ({theirs.strip()}): "
-                 "every process needs the same out_dir, on a disk that all machines share"] * wrong)
+        refuse(*[f"rank {setup.rank} on {socket.gethostname()} does not see the {folder.resolve()} that rank 0 does "
+                 f"({theirs.strip()}): every process needs the same out_dir, on a disk that all share"] * wrong)
         raise SystemExit(2)
 
 

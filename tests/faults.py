@@ -14,15 +14,16 @@ from small import ROOT, byte_tokenizer
 from test_train import SHAPE
 
 # Large enough that a save takes a while: full checkpoints of 20 MB.
-LARGE = ("--n_embd=256 --n_inner=704 --tie_embeddings=False --warmup_steps=2 --max_steps=24 --save_full=4 --save_light=8 "
-         "--keep=3").split()
+LARGE = ("--n_embd=256 --n_inner=704 --tie_embeddings=False --warmup_steps=2 --max_steps=24 --save_full=4 "
+         "--save_light=8 --keep=3").split()
 STAGES = ("folder", "state", "metadata", "manifest", "renamed")
 
 
 def processes():
     """{pid: (parent, command)} of all processes."""
-    lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True).stdout.splitlines()
-    return {int(pid): (int(parent), words) for pid, parent, words in (line.split(None, 2) for line in lines if line.count(" ") > 1)}
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()]
+    return {int(row[0]): (int(row[1]), row[2]) for row in rows if len(row) == 3}
 
 
 class Run:
@@ -36,8 +37,8 @@ class Run:
         self.out, self.said = out, said or out.with_name(f"{out.name}.{time.time_ns()}.txt")
         out.parent.mkdir(parents=True, exist_ok=True)
         with open(self.said, "w") as file:
-            self.process = subprocess.Popen([*launcher, *words, f"--data_dir={data}", f"--out_dir={out}", *SHAPE, *LARGE, *extra],
-                                            stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
+            words = [*launcher, *words, f"--data_dir={data}", f"--out_dir={out}", *SHAPE, *LARGE, *extra]
+            self.process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
                                             env={**os.environ, "OMP_NUM_THREADS": "1"}, **more)
         self.pids = []
 
@@ -45,7 +46,8 @@ class Run:
         """Their process ids, rank 0 first; known once they run."""
         if not self.pids and self.process.poll() is None:
             found = processes()
-            self.pids = sorted(pid for pid, (parent, words) in found.items() if parent == self.process.pid and "train.py" in words)
+            self.pids = sorted(pid for pid, (parent, words) in found.items()
+                               if parent == self.process.pid and "train.py" in words)
         return self.pids
 
     def send(self, number):
@@ -137,8 +139,8 @@ def damage(folder, kind):
 
 
 def make_data(folder, bad_steps=(), bad=b"z", n_docs=400, seed=0):
-    """Documents of made-up words of a to h. The texts that these steps read, with seed 1 and 8 blocks of 32, are nothing
-    but z; or bad=b"" : one letter of one text of the first of these steps is a q. -> (begins of documents, the blocks)."""
+    """Documents of made-up words of a to h. The texts that these steps read, with seed 1 and 8 blocks of 32, are
+    nothing but z; or with bad=b"" one letter in the first of these steps is a q. -> (begins of documents, the blocks)."""
     tokenizer, rng = byte_tokenizer(), random.Random(seed)
     words = ["".join(rng.choice("abcdefgh") for _ in range(rng.randint(1, 6))) for _ in range(40)]
     texts = [" ".join(rng.choice(words) for _ in range(rng.randint(3, 40))) for _ in range(n_docs)]

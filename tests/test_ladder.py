@@ -11,8 +11,8 @@ from engine.files import read_json, write_json
 from engine.loader import plan_step
 from small import ALONE
 
-KEYS = dict(on_spike="log", spike_z=6.0, spike_norm=5.0, spike_window=8, max_bad_steps=3, rollback_window=4, rollback_lr=0.8,
-            max_rollbacks=2)
+KEYS = dict(on_spike="log", spike_z=6.0, spike_norm=5.0, spike_window=8, max_bad_steps=3, rollback_window=4,
+            rollback_lr=0.8, max_rollbacks=2)
 RECENT = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 1.0, 1.0]
 
 
