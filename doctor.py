@@ -135,7 +135,7 @@ def alarms_of(folder):
 
 
 def main(config):
-    if not (config.verify or config.diff or config.order or config.alarms):
+    if not any((config.verify, config.diff, config.order, config.alarms)):
         refuse("nothing to do: --verify=DIR scrubs checkpoints, --diff=DIR,DIR compares two runs, --order=DIR proves the "
                "order of a run's data, --alarms=DIR goes through logs; --help says more")
     if config.diff and len(config.diff) != 2:

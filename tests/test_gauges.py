@@ -3,6 +3,7 @@ import builtins
 import json
 import re
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -151,6 +152,20 @@ def test_what_nvml_gives(tmp_path, monkeypatch):
     assert gauges._nvml(torch.device("cuda", 0)) is None
 
 
+def test_waiting_and_memory_are_the_largest_of_all_ranks(tmp_path, monkeypatch):
+    other = {"data_seconds": 0.7, "rss_bytes": 1e3, "rss_file_bytes": 1e15}
+
+    def all_reduce(box, op=None):               # as if another rank had these
+        assert op == gauges.dist.ReduceOp.MAX
+        box.copy_(torch.maximum(box, torch.tensor([other.get(n, 0) for n in ("data_seconds", *gauges.MEMORY)],
+                                                      dtype=torch.float64)))
+    read = Gauges(tmp_path, small_llama(), [], 1.0, CONFIG, replace(ALONE, world=2))
+    monkeypatch.setattr(gauges.dist, "all_reduce", all_reduce)
+    found = read.largest({"data_seconds": 0.1, "rss_bytes": 5000, "rss_file_bytes": 100})
+    assert found == {"data_seconds": 0.7, "rss_bytes": 5000, "rss_file_bytes": 10**15}
+    assert isinstance(found["rss_bytes"], int)
+
+
 # --- In a run --------------------------------------------------------------------------------------------------------
 
 def test_each_logged_step_has_them_and_no_other_copies_weights(data, tmp_path, monkeypatch):      # noqa: F811
@@ -273,8 +288,9 @@ def test_a_gradient_that_overflows_is_named_where_the_forward_pass_was_finite(da
 def test_statistics_of_blocks_by_hand_and_on_two_processes(data, tmp_path):      # noqa: F811
     """All sequences of a step at once, against 4 micro-batches and against 2 x 2. The same launch: the network is
     measured in the first reading and the eleventh, and the ratio is the same as on one process."""
-    settings = ["--max_steps=12", "--watch_stats=6", "--log_every=1"]
-    train(data, tmp_path / "one", *settings)
+    settings = ["--max_steps=12", "--watch_stats=6", "--log_every=1", "--peak_flops=1e9"]
+    said = train(data, tmp_path / "one", *settings)
+    flops = float(re.search(r"mfu +([\d.e+]+) FLOPs a token", said)[1])
     launch(data, tmp_path / "two", *settings, processes=2)
     one, two = (read_log(tmp_path / name / "pretrain") for name in ("one", "two"))
     assert [record["step"] for record in one if "blocks_seen" in record] == [6, 12]
@@ -286,6 +302,7 @@ def test_statistics_of_blocks_by_hand_and_on_two_processes(data, tmp_path):     
     for record in two:
         assert ("all_reduce_bytes_per_second" in record) == ("all_reduce_seconds" in record)
         assert {"rss_bytes", "data_seconds"} <= record.keys()
+        assert record["mfu"] == pytest.approx(flops * record["tokens_per_second"] / 2 / 1e9, rel=1e-3)
     assert two[0]["all_reduce_bytes_per_second"] * two[0]["all_reduce_seconds"] == pytest.approx(4 * 29056)      # 2 (n-1)/n = 1
 
     train(data, tmp_path / "first", "--max_steps=1", "--watch_stats=1")
