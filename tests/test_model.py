@@ -201,7 +201,7 @@ def test_compiled_gradients_of_the_explicit_attention_are_those_of_eager(padded)
         assert (a - b).norm() < 0.02 * a.norm()                    # NaN is not smaller
 
 
-@pytest.mark.parametrize("time", [1, 32, 128, 130, 300])
+@pytest.mark.parametrize("time", [32, 128, 130, 300])
 def test_attentions_own_gradient_is_exact_and_never_rounds_scores(time):
     """Against float64: in fp32 to 1e-5; in bf16, with scores whose rounding would show, as near as torch's own."""
     generator = torch.Generator().manual_seed(time)
