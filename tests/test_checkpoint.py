@@ -332,7 +332,7 @@ def said(what, model, optimizer):
     for name, tensor in sorted(checkpoint._tensors({{"model": model}}, {{"model": optimizer}}).items()):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         digest.update(name.encode() + whole.contiguous().numpy().tobytes())
-    print(what, setup.world, digest.hexdigest(), flush=True)
+    print(f"{{what}} {{setup.world}} {{digest.hexdigest()}}\\n", end="", flush=True)      # a line in one piece, as ranks write at once
 
 def sharded(model):
     "Every weight cut along its first dimension over both processes: as tensor parallelism and FSDP hold them."
