@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from configurator import changed_keys
+from configurator import changed_keys, refuse
 from engine import checkpoint, parallel
 from engine.files import lock_folder, read_json, sha256_file, write_atomic, write_json
 from engine.parallel import refuse_once

@@ -16,8 +16,9 @@ GIB = 2**30
 
 
 def healthy(n=150, seed=0, attempt=1, first=0):
-    """A log as a run that does well writes it, a record every 10 steps: the first step compiles, memory grows until
-    everything has been done once, EOS is rare and so its loss noisy, each tenth record has a sample of the network."""
+    """A log as a run that does well writes it, a record every 10 steps: the first step compiles and waits for the disk,
+    memory grows until everything has been done once, EOS is rare and so its loss noisy, each tenth record has a sample of
+    the network."""
     rng, records = random.Random(seed), []
     near = lambda value, share: value * (1 + rng.gauss(0, share))
     for i in range(first, first + n):
@@ -26,7 +27,7 @@ def healthy(n=150, seed=0, attempt=1, first=0):
         records.append({
             "attempt": attempt, "step": max(1, 10 * i), "loss": text + 0.01, "loss_ordinary": text,
             "loss_eos": 2.2 + 5.5 * math.exp(-i / 12) + rng.gauss(0, 0.6), "tokens_per_second": 8192 / seconds,
-            "step_seconds": seconds, "data_seconds": near(0.002, 0.3),
+            "step_seconds": seconds, "data_seconds": near(0.002, 0.3) + (5 if i == first else 0),
             "rss_bytes": int(GIB * (1.5 - 0.4 * math.exp(-(i - first) / 4) + (0.2 if i - first > 25 else 0) + rng.gauss(0, 0.01)
                                     + 0.01 * i)),
             "rss_file_bytes": int(GIB * (0.1 + 0.01 * i)), "gpu_memory_allocated_bytes": int(near(30 * GIB, 0.001)),
@@ -96,8 +97,8 @@ def test_the_evidence_is_what_the_log_has():
 def test_steps_without_a_number_are_no_evidence():
     log = healthy()
     for i in range(20, 150, 7):
-        log[i] = {"attempt": 1, "step": 10 * i, "loss": None, "skipped": True}
-        log[i + 1] = {**log[i + 1], "loss": math.nan, "mfu": "unknown", "tokens_per_second": None}
+        log[i] = {"attempt": 1, "step": 10 * i, "loss": 9.0 if i % 2 else None, "skipped": True}
+        log[i + 1] = {**log[i + 1], "loss": math.inf, "mfu": "unknown", "tokens_per_second": None}
     assert heard(log) == []
 
 
