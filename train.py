@@ -25,9 +25,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from configurator import configure, refuse
+
 import torch
 
-from configurator import configure, refuse
 from engine import checkpoint, ladder, parallel
 from engine.alive import TRY_AGAIN, Alive
 from engine.files import write_json

@@ -389,8 +389,6 @@ def load_weights(model, folder):
         rows = [parameters[name].size(0) for name in ours]
         for name, part in zip(ours, opened[place].get_tensor(place).split(rows)):
             parameters[name].copy_(part)
-            problems += [f"{folder}: {name} has numbers that are not finite"] * (not part.isfinite().all())
-    refuse(*problems)
 
 
 def mismatches(wanted, found):

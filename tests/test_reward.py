@@ -248,6 +248,7 @@ def test_interrupted_and_continued_is_the_same(world, tmp_path, monkeypatch, cap
         with pytest.raises(KeyboardInterrupt):
             reward.main(config_of(world, tmp_path / "broken", *more))
         gc.collect()                                                       # the lock goes with the frame that holds it
+        checkpoint.wait()
         assert checkpoint.newest(tmp_path / "broken" / "reward", "full").name == f"full_{saved:08}"
     reward.main(config_of(world, tmp_path / "broken", *more))
     assert len(calls) == 4 + 7 + 2                                         # steps 1 to 3 (4), 3 to 8 (9), 9 and 10

@@ -24,6 +24,7 @@ import rlhf
 import toy
 from engine import checkpoint, generate as generation, hf, rl
 from engine.loss import logprobs
+from engine.monitor import read_log
 from engine.tokenizer import Tokenizer
 from model import ScalarModel
 from small import ALONE, ROOT
@@ -390,8 +391,8 @@ def test_interrupted_and_continued_is_the_same(world, tmp_path, monkeypatch, cap
         result = json.loads((tmp_path / name / "ppo" / "result.json").read_text())
         results.append({key: value for key, value in result.items() if key != "seconds"})
         policies.append(flat(hf.load_model(tmp_path / name / "ppo")[0]))
-        lines = [json.loads(line) for line in (tmp_path / name / "ppo" / "log.jsonl").read_text().splitlines()]
-        logs.append({line["step"]: (line["score"], line["kl_coef"], line["value_loss"]) for line in lines})
+        logs.append({record["step"]: (record["score"], record["kl_coef"], record["value_loss"])
+                     for record in read_log(tmp_path / name / "ppo")})
     assert torch.equal(*policies) and results[0] == results[1] and logs[0] == logs[1]
     assert len({kl_coef for _, kl_coef, _ in logs[0].values()}) > 1        # the adapted coefficient is carried over too
     capsys.readouterr()
