@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 from engine.manifest import folder_of, steps_of
-from engine.shards import ShardWriter, TokenData, n_blocks, step_blocks, write_index
+from engine.shards import ShardWriter, n_blocks, step_blocks, write_index
 from small import ROOT, byte_tokenizer
 from test_train import SHAPE
 

@@ -398,9 +398,9 @@ def test_a_mixture_is_trained_on_and_held_out_by_source(data, tmp_path):
     start = [f"--init_from={tmp_path / 'first' / 'pretrain'}", "--max_steps=1", "--learning_rate=0", "--weight_decay=0"]
     alone = {}
     for folder in (data, other):
-        train(folder, tmp_path / f"alone_{folder.name}", *start, "--eval_blocks=2")
+        train(folder, tmp_path / f"alone_{folder.name}", *start, "--eval_blocks=8")
         alone[folder.name] = read_log(tmp_path / f"alone_{folder.name}" / "pretrain")[-1]
-    said = train(data, tmp_path / "mixed", *start, "--eval_blocks=4", mix)
+    said = train(data, tmp_path / "mixed", *start, "--eval_blocks=16", mix)
     assert f"{data.name}: 0.75 of it" in said and "other: 0.25 of it" in said
     found = read_log(tmp_path / "mixed" / "pretrain")[-1]
     for name, record in alone.items():
