@@ -6,6 +6,7 @@ Started by `torchrun` it joins the process group (nccl on CUDA, gloo on CPU); st
 import contextlib
 import os
 import shutil
+import time
 from dataclasses import dataclass
 
 import torch
@@ -125,7 +126,11 @@ def refuse_once(setup, *problems):
 
 
 def finish(setup):
+    """The end of what the ranks do together. gloo's threads need Python's lock to let go of the last collective's
+    tensors; a destructor that waits for these threads holds it, and both wait for ever (torch 2.13). So they get a moment."""
     if setup.world > 1:
+        barrier(setup)
+        time.sleep(0.2)
         dist.destroy_process_group()
 
 
