@@ -26,8 +26,8 @@ train = dict(n_layer=4, n_head=4, n_kv_head=4, n_embd=256, n_inner=704, block_si
 # Enough questions that none comes twice: what comes twice is learned by heart. Conversations are short, and for short
 # rows the explicit attention is the faster one on a CPU.
 prepare_chat = dict(questions=80000, preferences=4800)
-sft = dict(batch_size=32, micro_batch_size=32, learning_rate=2e-3, max_steps=800, attention="fp32", compile=True,
-           eval_every=400, save_full=200)
+sft = dict(batch_size=32, micro_batch_size=32, learning_rate=2e-3, max_steps=660, attention="fp32", compile=True,
+           eval_every=330, save_full=165)
 
 # Small steps, since nobody tells the model the adjectives' tone and the adverbs' strength: it finds them in rankings of
 # eight answers each.
