@@ -215,8 +215,7 @@ def check(config, shape, setup):
                         f"rope_scaling); found {config.max_length}")
     if config.overlong not in ("truncate", "drop"):
         problems.append(f"overlong must be 'truncate' or 'drop', found '{config.overlong}'")
-    if config.loss_chunk < 0:
-        problems.append(f"loss_chunk must not be negative, found {config.loss_chunk}")
+    problems += config.outside(loss_chunk=(0,))
     refuse_once(setup, *problems, *optimiser_problems(config), *shape.problems())
 
 

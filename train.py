@@ -172,8 +172,7 @@ def check(config, shape, tokenizer, train, setup):
                  for source in train.sources if source.n_tokens <= config.block_size]
     problems += config.below_one("block_size", "micro_batch_size", "max_steps", "batch_tokens", "log_every", "eval_every",
                                  "eval_blocks")
-    problems += [f"{name} must not be negative, found {getattr(config, name)}" for name in ("loss_chunk", "z_loss")
-                 if getattr(config, name) < 0]
+    problems += config.outside(loss_chunk=(0,), z_loss=(0,))
     problems += optimiser_problems(config) + ladder.ladder_problems(config) + watch_problems(config)
     if config.separate_documents and shape.sliding_window:
         problems.append(f"separate_documents does not go with sliding_window = {shape.sliding_window}: its mask has no window")
