@@ -480,7 +480,7 @@ rlhf.clip = lambda *args: norms.append(clip(*args)) or norms[-1]
 def improve(policy, value, optimizers, batch, old, update, config, setup, check):
     learned = real(policy, value, optimizers, batch, old, update, config, setup, check)
     if update == 0:
-        torch.save((batch, old, norms[:2]), {folder!r} + f"/rank{{setup.rank}}.pt")
+        torch.save((vars(batch), old, norms[:2]), {folder!r} + f"/rank{{setup.rank}}.pt")
     with open({folder!r} + f"/rank{{setup.rank}}", "a") as file:        # both write at once: not to one stream
         prompts = batch.ids[:, :batch.prompt_width]
         print(digest(*policy.parameters(), *value.parameters()), digest(prompts), learned["approx_kl"], file=file)
@@ -508,7 +508,8 @@ def test_two_processes_hold_the_same_parameters(world, tmp_path):
     for (parameters, prompts, kl), (other_parameters, other_prompts, other_kl) in zip(*ranks):
         assert parameters == other_parameters and prompts != other_prompts and kl == other_kl
     assert ranks[0][0][0] != ranks[0][1][0]
-    halves = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    halves = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    halves = [(rlhf.Batch(**fields), old, norms) for fields, old, norms in halves]
     policy, value = hf.load_model(world / "sft")[0], rlhf.critic_from(hf.load_model(world / "reward", "scalar")[0])
     count = sum(batch.answer.sum() for batch, _, _ in halves)
     for batch, old, _ in halves:
