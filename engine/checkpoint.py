@@ -159,7 +159,6 @@ def _refusing(final):
     try:
         yield
     except FAILURES as error:
-        # Told in any case: of a full disk torch.save says "unexpected pos 704 vs 598".
         free = shutil.disk_usage(final.parent).free if final.parent.exists() else 0
         shutil.rmtree(_temporary(final), ignore_errors=True)
         refuse(f"the checkpoint {final} could not be written: {_first_line(error)} ({free:,} bytes are free on that disk). The "
@@ -170,6 +169,8 @@ def _refusing(final):
 def _first_line(error):
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
+    if "unexpected pos" in str(error):          # all that torch.save says when its file could not take what it wrote
+        return "a file could not take all that was written to it (most likely: No space left on device)"
     return (str(error) or type(error).__name__).splitlines()[0]
 
 

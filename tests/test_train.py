@@ -412,7 +412,7 @@ def test_a_mixture_is_trained_on_and_held_out_by_source(data, tmp_path):
     assert result["val_loss_of_other"] == found["val_loss_of_other"]
     said = refused(data, tmp_path / "no", "--data_mix={'data/none': 0.5, 'data/neither': 0.5}")
     assert "data/none" in said and "data/neither" in said
-    said = refused(data, tmp_path / "mixed", *start[:1], mix.replace("3", "2"))
+    said = refused(data, tmp_path / "mixed", *start[:1], mix.replace(": 3", ": 2"))
     assert "data_mix = " in said
 
 
