@@ -49,6 +49,7 @@ RESULT_FREE = [
     "eval_blocks", "eval_conversations", "show", "verdicts",                      # how much to look at
     "keep", "keep_best", "async_save", "trust_state",                             # checkpoints
     "device", "threads", "workers",                                               # machines
+    "parallel", "zero", "hsdp", "tp", "pp", "cpu_offload",                        # how the processes divide the work
     "recompute",             # memory against time, the same bits
     "micro_batch_size", "loss_chunk",      # the loss is a sum over the global batch, so any split of it has the same gradient
     "max_bad_steps", "timeout",            # when to give up, and on whom

@@ -56,6 +56,7 @@ class ModelConfig:
     sliding_window: int = 0         # Mistral: a token sees so many, itself among them; 0: all before it
     rope_scaling: dict | None = None    # {"rope_type": ..., "factor": ...}, see rope_frequencies; None: as trained
     family: str = ""                # whose files it is written as; "": the plainest that can say all this
+    n_future: int = 1               # tokens ahead that are predicted, each by a head (Gloeckle et al. 2024, arXiv 2404.19737)
 
     def __post_init__(self):
         self.head_dim = self.head_dim or self.n_embd // max(1, self.n_head)
@@ -63,7 +64,7 @@ class ModelConfig:
     def problems(self):
         """Everything about the shape that can not work, a sentence each."""
         found = [f"{name} must be at least 1, found {getattr(self, name)}"
-                 for name in ("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "block_size")
+                 for name in ("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "block_size", "n_future")
                  if getattr(self, name) < 1]
         if found:
             return found
@@ -325,9 +326,11 @@ class Trunk(nn.Module):
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.look = None        # called with the number of each block and what it gives, where somebody wants to see it
 
-    def forward(self, ids, mask=None, cache=None, begins=None):
+    def forward(self, ids, mask=None, cache=None, begins=None, hidden=None):
         """ids (B, T) -> (B, T, C).
 
+        Of a model cut into stages (parallel.spread) only the first one embeds and only the last one has the norm;
+        hidden (B, T, C): what the stage before gave.
         mask (B, S): True where a token is real, over the cached and the new tokens; None where all are.
         cache: a KVCache; the new tokens are written behind what it holds.
         begins (B, T): True where a document begins: none sees another, each has the positions 0, 1, ... Without mask
@@ -351,8 +354,9 @@ class Trunk(nn.Module):
             reach = reach + cache.max_length - start - ids.size(1)
         cos, sin = rope_table(positions, self.config, reach)
 
-        x = self.embed_tokens(ids)                                         # (B, T, C)
-        for i, layer in enumerate(self.layers):
+        x = self.embed_tokens(ids) if hidden is None else hidden           # (B, T, C)
+        for name, layer in self.layers.named_children():
+            i = int(name)
             if self.config.recompute == "full" and torch.is_grad_enabled() and cache is None:
                 x = checkpoint(layer, x, cos, sin, allowed, use_reentrant=False)
             else:
@@ -361,7 +365,7 @@ class Trunk(nn.Module):
                 self.look(i, x)
         if cache is not None:
             cache.length += ids.size(1)
-        return self.norm(x)
+        return x if self.norm is None else self.norm(x)
 
 
 def visible(mask, start, ids, window=0):
@@ -398,36 +402,42 @@ class Llama(nn.Module):
         self.config = config
         self.model = Trunk(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.future_heads = nn.ModuleList(nn.Linear(config.n_embd, config.vocab_size, bias=False)
+                                          for _ in range(1, config.n_future))
         self.compiled = False                   # parallel.compile_blocks; then the loss is compiled as well
         self.n_tokens = config.vocab_size       # below it: further rows only pad the matrix, and are no tokens
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, ids, mask=None, cache=None, keep=None, begins=None, read=None):
+    def forward(self, ids, mask=None, cache=None, keep=None, begins=None, read=None, hidden=None):
         """ids (B, T) -> logits (B, T, n_tokens) of the token after each. Arguments as in Trunk.forward.
 
         keep (B, T) bool: only at these N positions -> (N, n_tokens); what is no target needs no logits.
-        read: what to do with (self, hidden) instead; so a loss can be had without all logits at once."""
-        hidden = self.model(ids, mask, cache, begins)
+        read: what to do with (self, hidden) instead; so a loss can be had without all logits at once.
+        A stage without the head gives what it has computed, (B, T, C)."""
+        hidden = self.model(ids, mask, cache, begins, hidden)
+        if self.lm_head is None:
+            return hidden
         hidden = hidden if keep is None else hidden[keep]
         return self.logits(hidden) if read is None else read(self, hidden)
 
-    def logits(self, hidden):
-        """(..., C) -> (..., n_tokens). What pads the vocabulary is in no softmax, so neither learned nor drawn."""
-        return self.lm_head(hidden)[..., :self.n_tokens]
+    def logits(self, hidden, head=0):
+        """(..., C) -> (..., n_tokens). What pads the vocabulary is in no softmax, so neither learned nor drawn.
+        head: 0 scores the next token, 1 the one after it, ..."""
+        return (self.future_heads[head - 1] if head else self.lm_head)(hidden)[..., :self.n_tokens]
 
     def n_params(self):
         """Numbers that are learned; a tied matrix counts once."""
         return sum(p.numel() for p in self.parameters())
 
     @torch.no_grad()
-    def init_weights(self, seed=0):
+    def init_weights(self, seed=0, put=torch.Tensor.copy_):
         """N(0, 0.02) for matrices, 1 for gains; -> the model. o_proj and down_proj (not up_proj or gate_proj) write
         into the residual stream, 2 n_layer times in all: scaled by 1/sqrt(2 n_layer), so that the stream's variance at
         the start does not grow with depth (GPT-2, section 2.3).
 
         Each parameter has a generator of its own, seeded by (seed, name): the same bits whatever else is drawn, and
-        whoever holds only a slice of it can draw the whole and keep the slice. A scalar head starts at 1/sqrt(C + 1):
+        whoever holds only a slice of it can draw the whole and keep the slice: put(parameter, whole). A scalar head starts at 1/sqrt(C + 1):
         larger scores would be noise in the first updates (Stiennon et al. 2020, arXiv 2009.01325)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
@@ -440,7 +450,7 @@ class Llama(nn.Module):
                 std = 1 / math.sqrt(self.config.n_embd + 1)
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            put(parameter, torch.randn(parameter.shape, generator=generator) * std)
         return self
 
 

@@ -29,16 +29,18 @@ from configurator import configure, refuse
 
 import torch
 
-from engine import checkpoint, ladder, parallel
+from engine import checkpoint, ladder
 from engine.alive import TRY_AGAIN, Alive
 from engine.files import write_json
 from engine.gauges import Gauges, flops_per_token
 from engine.hf import find_folder, inexpressible, lengthen, load_weights, read_config
+from engine.layout import build, go_through, join, put, wrapped
 from engine.loader import open_mixture, plan_step, read_ahead
 from engine.loss import model_losses
 from engine.monitor import Monitor, read_log
-from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
-from engine.run import on_main, open_run, refuse_missing, refuse_once, save_when_due
+from engine.optim import LossScale, clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
+from engine.parallel import bare, data_sum, divide, finish, from_main, my_share, refuse_once, start
+from engine.run import on_main, open_run, refuse_missing, save_when_due
 from engine.samples import log_sample, open_samples
 from engine.shards import batch, begins_of
 from engine.tokenizer import Tokenizer, find_tokenizer
@@ -73,6 +75,7 @@ qk_norm = False                 # q and k are normalised, as in Qwen3
 sliding_window = 0              # a token sees so many, itself among them, as in Mistral; 0: all before it
 rope_scaling: dict | None = None    # RoPE stretched: {'rope_type': 'yarn', 'factor': 4.0, ...}, see model.py
 family = ""                     # whose files checkpoints are written as; '': the plainest that can say all this
+n_future = 1                    # tokens ahead that are predicted; 2: a second head learns the token after the next
 # the optimisation
 batch_tokens = 16384            # tokens per step over all processes, so a step means the same on any number of them
 micro_batch_size = 16           # sequences per process and forward pass: memory against speed, the result is the same
@@ -114,12 +117,19 @@ watch_nan = False               # names the module and tensor that first was not
 watch_stats = 0                 # every so many steps: mean, std and maximum of each block's output and its gradient
 # the machine
 device = "auto"                 # 'auto', 'cpu' or 'cuda'
-dtype = "auto"                  # of matrix products: 'bf16' or 'fp32'; auto: bf16 where the machine has it natively
+dtype = "auto"                  # of matrix products: 'bf16', 'fp16' (its loss is scaled) or 'fp32'; auto: bf16 where the machine has it
 compile = True                  # torch.compile, per block
 loss_chunk = 0                  # so many tokens' logits in memory at a time; 0: those of the whole micro-batch
 recompute = "none"              # activations in the backward pass: 'none', 'selective' (of the MLPs) or 'full' (of whole blocks)
 deterministic: bool | None = None   # same bits in every run; None: on CPU yes
 threads = 0                     # 0: the cores divided by the processes on this machine
+# several processes, see engine/parallel.py: processes = pp * dp * tp
+parallel = "ddp"                # 'ddp': every rank holds everything; 'fsdp': states are sharded over the dp ranks
+zero = 3                        # under fsdp: 1 the optimizer's states, 2 also gradients, 3 also weights
+hsdp = 1                        # under fsdp: so many groups of ranks, each of which shards within itself
+tp = 1                          # ranks that share each matrix
+pp = 1                          # stages of layers, a micro-batch in each (1F1B)
+cpu_offload = False             # under fsdp: states in the CPU's memory
 
 KINDS = ("ordinary", "eos", "bos", "first")     # of targets: text, end of page, begin of page, first token after a BOS
 
@@ -163,7 +173,7 @@ def shape_of(config, tokenizer, source=None):
 
 
 def check(config, shape, tokenizer, train, setup):
-    """Everything about the settings that can not work, at once; -> (sequences per step, micro-batches per process)."""
+    """Everything about the settings that can not work, at once; -> how the ranks divide the work."""
     problems = shape.problems() or inexpressible(shape)
     if shape.vocab_size < tokenizer.vocab_size:
         problems.append(f"vocab_size = {shape.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; use 0 to take that")
@@ -178,24 +188,26 @@ def check(config, shape, tokenizer, train, setup):
         problems.append(f"separate_documents does not go with sliding_window = {shape.sliding_window}: its mask has no window")
     if config.separate_documents and (shape.rope_scaling or {}).get("rope_type") == "longrope":
         problems.append("separate_documents does not go with longrope, which turns all documents of a row alike")
-    if not problems:
-        # A process that has fewer sequences in a step than a micro-batch may hold takes them in one.
-        micro = min(config.micro_batch_size, max(1, config.batch_tokens // (config.block_size * setup.world)))
-        unit = config.block_size * micro * setup.world
-        if config.batch_tokens % unit:
-            near = max(1, round(config.batch_tokens / unit)) * unit
-            problems.append(f"batch_tokens = {config.batch_tokens} is no multiple of block_size * micro_batch_size * processes = "
-                            f"{config.block_size} * {micro} * {setup.world} = {unit}; set batch_tokens = {near}, or "
-                            "a micro_batch_size that divides")
-    if problems:
-        refuse_once(setup, *problems)
-    return config.batch_tokens // config.block_size, config.batch_tokens // unit
+    layout, wrong = divide(config, shape, setup.world)
+    if problems + wrong:
+        refuse_once(setup, *problems, *wrong)
+    return layout
 
 
 def load(data, blocks, config, setup):
-    """This rank's share of some blocks, as micro-batches (inputs, targets, weights), each (B, T), on its device."""
-    for ids in parallel.my_share(blocks, config.micro_batch_size, setup):
-        yield tuple(torch.from_numpy(part).to(setup.device) for part in batch(data, ids, config.block_size))
+    """This rank's share of some blocks, as micro-batches (inputs, targets, weights), each (B, T), on its device.
+
+    Ranks that share a model need as many micro-batches each, of one size: the last ones are filled up with rows of
+    weight 0."""
+    equal = setup.layout and not setup.layout.plain
+    size = setup.layout.micro if equal else config.micro_batch_size
+    rows = -(-len(blocks) // (setup.dp * size)) * size if equal else 0
+    mine = [block for share in my_share(blocks, size, setup) for block in share]
+    real, mine = len(mine), mine + [blocks[0]] * max(0, rows - len(mine))
+    for start in range(0, len(mine), size):
+        x, y, w = batch(data, mine[start:start + size], config.block_size)
+        y[max(0, real - start):], w[max(0, real - start):] = data.eos_id, 0
+        yield tuple(torch.from_numpy(part).to(setup.device) for part in (x, y, w))
 
 
 def sums(losses, inputs, targets, weights, tokenizer):
@@ -209,28 +221,37 @@ def sums(losses, inputs, targets, weights, tokenizer):
     return torch.cat([(losses * weights).sum()[None], (losses * kinds).sum((1, 2)), kinds.sum((1, 2)).double()])
 
 
-def losses_of(model, x, y, config, tokenizer):
-    """model_losses with what the config asks for."""
+def losses_of(model, x, y, w, config, tokenizer, setup, hidden=None):
+    """model_losses with what the config asks for. hidden: in a stage of a pipeline, what the one before gave."""
     begins = begins_of(x, tokenizer) if config.separate_documents else None
-    return model_losses(model, x, y, config.loss_chunk, config.z_loss, begins=begins)
+    more = {} if hidden is None else {"hidden": hidden}
+    with setup.autocast():
+        return model_losses(model, x, y, config.loss_chunk, config.z_loss, w, begins=begins, **more)
 
 
-def forward_backward(model, micro_batches, config, tokenizer, setup, rows=None):
+def forward_backward(model, micro_batches, config, tokenizer, setup, rows=None, scale=1.0):
     """Gradients of the global step's mean loss, left in the parameters; -> the step's sums over all ranks.
 
     Each loss is divided by the weight of the whole global step and not by its own micro-batch's: the same gradient for any
-    split over micro-batches and ranks. DDP divides by the number of ranks, hence the factor.
-    rows: a list that gets, of each micro-batch, the losses and the weights of its sequences, (B, 2)."""
+    split over micro-batches and ranks. DDP and FSDP divide by the number of ranks that share the data, hence dp.
+    rows: a list that gets, of each micro-batch, the losses and the weights of its sequences, (B, 2). scale: what the
+    gradients are multiplied with (fp16)."""
     total = torch.zeros(9, dtype=torch.float64, device=setup.device)
-    weight = parallel.all_sum(sum(w.sum() for _, _, w in micro_batches).double(), setup).clamp(min=1)
-    for x, y, w in parallel.accumulate(micro_batches, model):
-        with setup.autocast():
-            objectives, losses = losses_of(model, x, y, config, tokenizer)        # (B, T)
-        ((objectives * w).sum() * setup.world / weight.float()).backward()
-        total += sums(losses, x, y, w, tokenizer)
+    weight = data_sum(sum(w.sum() for _, _, w in micro_batches).double(), setup).clamp(min=1)
+    inner = bare(model) if setup.layout and setup.layout.pp > 1 else model
+
+    def score(x, y, w, hidden=None):
+        found = losses_of(inner, x, y, w, config, tokenizer, setup, hidden)
+        if torch.is_tensor(found):
+            return found                                       # a stage's hidden state, for the next one
+        objectives, losses = found                             # (B, T)
+        total.add_(sums(losses, x, y, w, tokenizer))
         if rows is not None:
             rows.append(torch.stack([losses.detach() * w, w], -1).double().sum(1))
-    total = parallel.all_sum(total, setup)
+        return (objectives * w).sum() * (setup.dp * scale) / weight.float()
+
+    go_through(model, micro_batches, score)
+    total = data_sum(total, setup)
     total[0] /= weight
     return total
 
@@ -238,8 +259,9 @@ def forward_backward(model, micro_batches, config, tokenizer, setup, rows=None):
 def block_losses(rows, n, setup):
     """(n,) float64: the mean loss of each of a step's n blocks, in their order. rows: of forward_backward, this rank's."""
     found = torch.zeros(n, 2, dtype=torch.float64, device=setup.device)
-    found[setup.rank::setup.world] = torch.cat(rows)            # as parallel.my_share deals them out
-    loss, weight = parallel.all_sum(found, setup).cpu().unbind(1)
+    if rows:                                                    # as my_share deals them out; not in a first stage
+        found[setup.dp_rank::setup.dp] = torch.cat(rows)
+    loss, weight = data_sum(found, setup).cpu().unbind(1)
     return (loss / weight.clamp(min=1)).numpy()
 
 
@@ -253,9 +275,11 @@ def losses_of_sources(rows, blocks, data, setup):
     rows: of forward_backward, this rank's; blocks: of the whole step. All ranks must call it."""
     if len(data.sources) == 1:
         return {}
-    source = torch.from_numpy(data.source_of(blocks[setup.rank::setup.world])).to(setup.device)
-    rows = torch.cat(rows)
-    total = parallel.all_sum(rows.new_zeros(len(data.sources), 2).index_add(0, source, rows), setup).tolist()
+    total = torch.zeros(len(data.sources), 2, dtype=torch.float64, device=setup.device)
+    if rows:
+        source = torch.from_numpy(data.source_of(blocks[setup.dp_rank::setup.dp])).to(setup.device)
+        total = total.index_add(0, source, torch.cat(rows))
+    total = data_sum(total, setup).tolist()
     return {f"loss_of_{name}": loss / weight for name, (loss, weight) in zip(data.names, total) if weight}
 
 
@@ -264,14 +288,19 @@ def evaluate(model, data, blocks, config, tokenizer, byte_counts, setup):
     """Mean loss, loss by kind, and bits per byte over fixed blocks of held-out text, divided over the ranks."""
     model.eval()
     total = torch.zeros(11, dtype=torch.float64, device=setup.device)      # `sums`; nats and bytes of the text
-    for x, y, w in load(data, blocks, config, setup):
-        with setup.autocast():
-            _, losses = losses_of(parallel.bare(model), x, y, config, tokenizer)
-        text = (w > 0) & (y != tokenizer.eos_id)
+
+    def score(x, y, w, hidden=None):
+        found = losses_of(bare(model), x, y, w, config, tokenizer, setup, hidden)
+        if torch.is_tensor(found):
+            return found
+        text, losses = (w > 0) & (y != tokenizer.eos_id), found[1]
         spelled = torch.stack([losses.double()[text].sum(), byte_counts[y[text]].sum().double()])
-        total += torch.cat([sums(losses, x, y, w, tokenizer), spelled])
+        total.add_(torch.cat([sums(losses, x, y, w, tokenizer), spelled]))
+        return losses.sum()
+
+    go_through(model, load(data, blocks, config, setup), score, backward=False)
     model.train()
-    total = parallel.all_sum(total, setup)
+    total = data_sum(total, setup)
     counted = total[5:9].sum() - total[7]                                  # BOS is no target
     return {"loss": (total[0] / counted).item(), **{f"loss_{kind}": value for kind, value in split_of(total).items()},
             "bits_per_byte": (total[9] / math.log(2) / total[10].clamp(min=1)).item()}
@@ -295,7 +324,7 @@ def evaluate_all(model, val, config, tokenizer, byte_counts, setup):
 
 
 def main(config):
-    setup = parallel.start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
+    setup = start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
     with Alive(setup, config.timeout) as alive:
         pretrain(config, setup, alive)
 
@@ -305,19 +334,18 @@ def pretrain(config, setup, alive):
     tokenizer, train, val = open_data(config, setup)
     source = find_folder(config.init_from) if config.init_from else None
     shape = shape_of(config, tokenizer, source)
-    per_step, n_micro = check(config, shape, tokenizer, train, setup)
+    layout = check(config, shape, tokenizer, train, setup)
+    per_step, setup = config.batch_tokens // config.block_size, join(setup, layout)
     run, lock = open_run(config, "pretrain", setup, data=f"{train.data_hash[:16]} {tokenizer.hash[:16]}")
     if lock is None:
         return
 
-    # 2. The model, on its device, with the same bits on every rank.
-    model = Llama(shape).init_weights(config.seed)
+    # 2. The model, on its devices, with the same bits for every layout.
+    model = build(lambda: Llama(shape), setup, config.seed, config.compile and not config.watch_nan)
     model.n_tokens = tokenizer.vocab_size           # where vocab_size is larger, to round it, the rest is padding
     if source:
-        load_weights(model, source)
-    model.to(setup.device)
+        load_weights(model, source, put)
     watch = Watch(run, model, config, setup)
-    parallel.compile_blocks(model, setup, config.compile and not config.watch_nan)
     betas = (config.beta1, config.beta2)
     optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay, betas)
 
@@ -329,17 +357,18 @@ def pretrain(config, setup, alive):
                     f"{config.max_steps}: a larger one, or a light checkpoint as init_from, which begins at step 0")
     if state["data_hash"] != train.data_hash:
         setup.say(f"note: {config.resume_from} was trained on other data; the order goes on at its step, but in this data")
-    model = parallel.wrap(model, setup)
+    model = wrapped(model, setup)
 
     # 4. What it will cost, before it is spent.
     warmup = warmup_length(config.max_steps, config.warmup_steps)
-    n_params = parallel.bare(model).n_params()
+    with torch.device("meta"):
+        n_params = Llama(shape).n_params()          # of all stages
     flops = flops_per_token(shape, n_params, config.separate_documents)
     gauges = Gauges(run, model, optimizers, flops, config, setup)
     setup.say(f"model       {n_params:,} parameters, {shape.n_layer} layers of {shape.n_embd}, vocabulary {shape.vocab_size:,}\n"
-              f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, {setup.threads} threads\n"
-              f"step        {config.batch_tokens:,} tokens = {setup.world} x {n_micro} x "
-              f"{per_step // (setup.world * n_micro)} x {config.block_size} (processes, micro-batches, sequences, tokens)\n"
+              f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, {setup.threads} threads; {layout}\n"
+              f"step        {config.batch_tokens:,} tokens = {layout.dp} x {layout.n_micro} x "
+              f"{layout.micro} x {config.block_size} (processes, micro-batches, sequences, tokens)\n"
               f"data        {train.describe(config.max_steps * per_step)}\n"
               f"run         {config.max_steps:,} steps, {config.max_steps * config.batch_tokens:,} tokens; "
               f"{flops * config.max_steps * config.batch_tokens:.2e} FLOPs; warm-up {warmup} steps\n"
@@ -347,9 +376,10 @@ def pretrain(config, setup, alive):
     byte_counts = [len(b) for b in tokenizer.token_bytes] + [0] * (shape.vocab_size - tokenizer.vocab_size)
     byte_counts = torch.tensor(byte_counts, device=setup.device)
     monitor = Monitor(run, setup, config.max_steps, state["step"], label="train")
-    attempt = parallel.from_main(monitor.attempt if setup.is_main else None, setup)
+    attempt = from_main(monitor.attempt if setup.is_main else None, setup)
     samples = open_samples(run, setup) if config.log_samples else None
     step, tokens, in_a_row, recent, rollbacks = ladder.unpacked(state)
+    scaled = LossScale(setup.dtype, state.get("loss_scale"))
     skipped = ladder.windows_of(rollbacks)                                                  # of the data's plan
     batches = read_ahead(train, step, config.max_steps, skipped, per_step, config, setup)
 
@@ -362,12 +392,16 @@ def pretrain(config, setup, alive):
         loaded = time.perf_counter()
         watch.phase("forward and backward")
         rows = []
-        total = forward_backward(model, micro_batches, config, tokenizer, setup, rows)
+        scale = scaled.value
+        total = forward_backward(model, micro_batches, config, tokenizer, setup, rows, scale)
         watch.phase("optimizer")
-        norm = clip(model.parameters(), config.grad_clip)
+        norm = clip(model.parameters(), config.grad_clip, setup, scale)
         loss, norm, leaving = ladder.agree(total[0], norm, alive.asked, setup)       # the same on every rank
-        wrong = ladder.trouble(loss, norm, recent, step >= warmup, config)
-        deed = ladder.rung(loss, norm, wrong, in_a_row + 1, config)
+        if overflow := scaled.overflowed(loss, norm):                                # fp16 only: no fault of the step's
+            wrong, deed = f"a gradient overflows at a loss scale of {scale:g}, halved", "skip"
+        else:
+            wrong = ladder.trouble(loss, norm, recent, step >= warmup, config)
+            deed = ladder.rung(loss, norm, wrong, in_a_row + 1, config)
         lr = lr_at(step, config.max_steps, config.learning_rate, warmup, config.schedule, config.final_lr)
         lr *= ladder.lr_factor(rollbacks, step)
         logged = not deed and (wrong or (step + 1) % config.log_every == 0
@@ -379,7 +413,8 @@ def pretrain(config, setup, alive):
             if not deed:
                 optimizer.step()                    # never with a NaN: in Adam's moments it would stay
             optimizer.zero_grad(set_to_none=True)
-        in_a_row, recent = (in_a_row + 1, recent) if deed else (0, [*recent, norm][-config.spike_window:])
+        if not overflow:
+            in_a_row, recent = (in_a_row + 1, recent) if deed else (0, [*recent, norm][-config.spike_window:])
         done, tokens = step + 1, tokens + config.batch_tokens
         last, seconds = done == config.max_steps, time.perf_counter() - began
         watch.phase("log, evaluate, save")
@@ -388,7 +423,7 @@ def pretrain(config, setup, alive):
         if deed:
             record = {"loss": loss, "grad_norm": norm, "skipped": True, "wrong": wrong, "blocks": numbers,
                       "plan": plan_step(step, skipped), **watch.found()}
-            line = f"{wrong}: step skipped, {in_a_row} in a row"
+            line = f"{wrong}: step skipped" + f", {in_a_row} in a row" * (not overflow)
         elif logged:
             record = {"loss": loss, **{f"loss_{kind}": value for kind, value in split_of(total).items()},
                       **losses_of_sources(rows, numbers, train, setup), "lr": lr, "grad_norm": norm, "tokens": tokens,
@@ -400,7 +435,7 @@ def pretrain(config, setup, alive):
             scores = evaluate_all(model, val, config, tokenizer, byte_counts, setup)
             record.update({f"val_{name}": value for name, value in scores.items()})
             line += f"  held-out loss {scores['loss']:.4f}, {scores['bits_per_byte']:.4f} bits per byte"
-        record.update(watch.stats())
+        record.update(watch.stats(scale))
         if record:
             monitor.log(done, line.strip(), **record)
         if samples:
@@ -412,6 +447,7 @@ def pretrain(config, setup, alive):
                 train, tokenizer, numbers, losses), config), setup)
             state = ladder.go_on(run, modules, moments, setup, config, again=True)
             step, tokens, in_a_row, recent, rollbacks = ladder.unpacked(state)
+            scaled = LossScale(setup.dtype, state.get("loss_scale"))
             skipped = ladder.windows_of(rollbacks)
             batches.close()
             batches = read_ahead(train, step, config.max_steps, skipped, per_step, config, setup)
@@ -419,7 +455,7 @@ def pretrain(config, setup, alive):
             monitor.again(step, attempt)
             watch.end()
             continue
-        facts = {"tokens": tokens, "in_a_row": in_a_row, "recent": recent, "rollbacks": rollbacks,
+        facts = {"tokens": tokens, "loss_scale": [scaled.value, scaled.since], "in_a_row": in_a_row, "recent": recent, "rollbacks": rollbacks,
                  "config_hash": config.hash, "data_hash": train.data_hash, "tokenizer_hash": tokenizer.hash,
                  "val_loss": record.get("val_loss")}
         saving = save_when_due(run, done, config.max_steps, config, modules, moments, tokenizer, facts, setup, leaving)
@@ -430,7 +466,7 @@ def pretrain(config, setup, alive):
             setup.say(f"asked to leave: step {done} is saved in {checkpoint.folder_of(run, 'full', done)}, the same "
                       "command continues")
             monitor.close()
-            parallel.finish(setup)
+            finish(setup)
             raise SystemExit(TRY_AGAIN)
         monitor.advance()
         watch.end()
@@ -443,7 +479,7 @@ def pretrain(config, setup, alive):
         write_json(run / "result.json", {"steps": config.max_steps, "tokens": tokens, "parameters": n_params, **{
             name: value for name, value in final.items() if name == "loss" or name.startswith("val_")}})
     setup.say(f"pretrained model in {checkpoint.folder_of(run, 'light', config.max_steps)}")
-    parallel.finish(setup)
+    finish(setup)
 
 
 if __name__ == "__main__":

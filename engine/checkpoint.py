@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from configurator import refuse
 from engine import hf
 from engine.files import json_text, read_json, sha256_file
+from engine.layout import whole_parameters
 from engine.manifest import PREFIX, abandon, folder_of, newest, publish, steps_of, verify
 from engine.parallel import bare, barrier, from_all, from_main, refuse_once
 
@@ -52,9 +53,12 @@ def save_light(run_dir, step, model, tokenizer, setup, extra=None):
     wait()
     final = folder_of(run_dir, "light", step)
 
+    sharded = setup.layout and not setup.layout.plain
+    tensors = whole_parameters(bare(model), setup) if sharded else None
+
     def write():
         temporary = _new_folder(final)
-        hf.save_model(temporary, bare(model), tokenizer)
+        hf.save_model(temporary, bare(model), tokenizer, tensors)
         _complete(temporary, final, "training.json", json_text({"step": step, **(extra or {})}))
     with _refusing(final):
         _on_main(write, setup)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from engine import parallel
+from engine.layout import copies, local
 
 # FLOP/s of one device in bf16 products, dense, by the name that torch has for it, from NVIDIA's data sheets (those give
 # the rate with structured sparsity, which is twice this, for all but A100 and GeForce). The whole name must fit: a part
@@ -62,6 +63,13 @@ class Gauges:
     def __init__(self, run, model, optimizers, flops, config, setup):
         self.run, self.optimizers, self.flops, self.setup = run, optimizers, flops, setup
         self.weights = {name: p for name, p in parallel.bare(model).named_parameters() if p.requires_grad}
+        self.sharded = setup.layout and not setup.layout.plain
+        self.n_weights = sum(p.numel() for p in self.weights.values())    # of shards too: the whole
+        self.stages = 1.0                                                # how much more all stages have than this one
+        if self.sharded:
+            own = torch.tensor(self.n_weights, dtype=torch.float64, device=setup.device)
+            each = setup.world / setup.layout.pp                         # ranks of a stage
+            self.stages = (parallel.all_sum(own, setup) / each / own).item()
         self.per_block, self.readings = config.log_blocks, 0
         self.peak = config.peak_flops or peak_of(setup.device, setup.dtype)
         self.nvml = _nvml(setup.device) if setup.is_main else None
@@ -73,7 +81,7 @@ class Gauges:
     def before_step(self):
         """Keeps what the weights are, until `read`. On logged steps only: it takes the memory of the weights once more,
         where that of the activations is free again, and two passes over them."""
-        self.before = {name: p.detach().clone() for name, p in self.weights.items()}
+        self.before = {name: local(p).detach().clone() for name, p in self.weights.items()}
 
     def update_ratios(self):
         """How far the optimizer has moved the weights, relative to where they were: |w - w0| / |w0|, each the Euclidean
@@ -81,11 +89,15 @@ class Gauges:
         rate are in it. Healthy is about 1e-3 at the peak. log_blocks: the same for each block and what is outside."""
         squares = {}
         with torch.no_grad():
-            norms = {name: (torch.linalg.vector_norm(old), torch.linalg.vector_norm(old.sub_(self.weights[name])))
+            norms = {name: (torch.linalg.vector_norm(old), torch.linalg.vector_norm(old.sub_(local(self.weights[name]))))
                      for name, old in self.before.items()}           # in place: no third copy
         self.before = None
-        values = torch.stack([torch.stack(pair) for pair in norms.values()]).double().square().tolist()
-        for name, (old, moved) in zip(norms, values):
+        values = torch.stack([torch.stack(pair) for pair in norms.values()]).double().square()
+        found = list(zip(norms, values.tolist()))
+        if self.sharded:                # a rank has its part of the sum, as many others the same one
+            mine = [(name, [value / copies(self.weights[name]) for value in pair]) for name, pair in found]
+            found = [each for part in parallel.from_all(mine, self.setup) for each in part]
+        for name, (old, moved) in found:
             for group in ("", re.search(r"layers\.\d+|$", name)[0] or name):
                 was, by = squares.get(group, (0.0, 0.0))
                 squares[group] = was + old, by + moved
@@ -108,10 +120,10 @@ class Gauges:
         record.update({f"{name}_bytes_per_second": (value - self.counted[name]) / (now - self.when)
                        for name, value in counted.items() if value >= self.counted.get(name, value + 1)})
         self.counted, self.when = counted, now
-        light = sum(p.numel() * p.element_size() for p in self.weights.values())
+        light = sum(p.numel() * p.element_size() for p in self.weights.values()) * self.stages
         moments = sum(value.numel() * value.element_size() for optimizer in self.optimizers
-                      for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
-        record.update(disk_free_bytes=shutil.disk_usage(self.run).free, next_saves_bytes=2 * light + moments)
+                      for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)) * self.stages
+        record.update(disk_free_bytes=shutil.disk_usage(self.run).free, next_saves_bytes=round(2 * light + moments))
         if self.nvml:
             with contextlib.suppress(Exception):                     # as in _nvml
                 library, handle = self.nvml
@@ -133,7 +145,7 @@ class Gauges:
         world, device = self.setup.world, self.setup.device
         if world == 1 or (self.readings - 1) % ALL_REDUCE_EVERY:
             return {}
-        buffer = torch.zeros(min(ALL_REDUCE_BYTES // 4, sum(p.numel() for p in self.weights.values())), device=device)
+        buffer = torch.zeros(min(ALL_REDUCE_BYTES // 4, int(self.n_weights * self.stages)), device=device)
         times = []
         for _ in range(3):
             parallel.barrier(self.setup)

@@ -315,13 +315,14 @@ def layout(names, config):
     return files
 
 
-def save_model(folder, model, tokenizer):
-    """Writes a Hugging Face folder. Called with a folder that nobody reads yet (see checkpoint.save_light)."""
+def save_model(folder, model, tokenizer, tensors=None):
+    """Writes a Hugging Face folder. Called with a folder that nobody reads yet (see checkpoint.save_light).
+    tensors: {name: the whole parameter, on the CPU}, where the model holds parts only."""
     folder = Path(folder)
     write_config(folder, model.config, tokenizer, next(model.parameters()).dtype, isinstance(model, Llama))
     tokenizer.save(folder)
 
-    ours = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    ours = tensors or {name: p.detach().cpu() for name, p in model.named_parameters()}
     tensors = {place: torch.cat([ours[name] for name in names]) if names[1:] else ours[names[0]].contiguous()
                for place, names in layout(ours, model.config).items()}
     heads = {name: tensor for name, tensor in tensors.items() if not name.startswith(("model.", "lm_head."))}
@@ -345,10 +346,11 @@ def save_model(folder, model, tokenizer):
 
 
 @torch.no_grad()
-def load_weights(model, folder):
+def load_weights(model, folder, put=torch.Tensor.copy_):
     """Fills the model from a folder's safetensors, in bf16, fp16 or fp32. Every tensor must be there with its shape;
     all that are wrong are listed at once, with the keys that decide them. Never leaves a weight as it was drawn,
-    but for a scalar head that the folder does not have."""
+    but for a scalar head or heads for later tokens that the folder does not have.
+    put(parameter, whole): keeps a part of it, where parameters are parts."""
     folder = Path(folder)
     index, heads = folder / "model.safetensors.index.json", folder / "heads.safetensors"
     try:
@@ -374,10 +376,15 @@ def load_weights(model, folder):
                "model that it judges.")
     if isinstance(model, ScalarModel) or model.config.tie_embeddings:
         opened.pop("lm_head.weight", None)
+    further = lambda name: name.startswith("future_heads.")
+    parameters = {name: p for name, p in parameters.items() if name in opened or not further(name)}
+    opened = {name: file for name, file in opened.items() if name in parameters or not further(name)}
     # Older conversions store RoPE's frequencies, which follow from the config.
     opened = {name: file for name, file in opened.items() if not name.endswith("rotary_emb.inv_freq")}
 
     files = layout(parameters, model.config)
+    if model.model.embed_tokens is None or getattr(model, "lm_head", 0) is None:       # a stage has its own layers only
+        opened = {name: file for name, file in opened.items() if name in files}
     height = lambda place: sum(parameters[name].size(0) for name in files[place])
     shapes = {place: (height(place), *parameters[ours[0]].shape[1:]) for place, ours in files.items()}
     found = {name: file.get_slice(name) for name, file in opened.items()}
@@ -388,7 +395,7 @@ def load_weights(model, folder):
     for place, ours in files.items():
         rows = [parameters[name].size(0) for name in ours]
         for name, part in zip(ours, opened[place].get_tensor(place).split(rows)):
-            parameters[name].copy_(part)
+            put(parameters[name], part)
 
 
 def mismatches(wanted, found):

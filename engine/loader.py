@@ -132,6 +132,7 @@ def read_ahead(data, step, last, skipped, per_step, config, setup):
     One thread reads the next steps meanwhile, so that between steps only the copying is left; on CUDA from pinned memory,
     which the GPU fetches by itself. To go on elsewhere in the plan, close() this and begin another."""
     on_cuda = setup.device.type == "cuda"
+    size = setup.layout.micro if setup.layout else config.micro_batch_size
 
     def prepare(step):
         if on_cuda:
@@ -139,7 +140,7 @@ def read_ahead(data, step, last, skipped, per_step, config, setup):
         blocks = data.step_blocks(plan_step(step, skipped), per_step, config.seed)
         return blocks, [[torch.from_numpy(part).pin_memory() if on_cuda else torch.from_numpy(part)
                          for part in batch(data, share, config.block_size)]
-                        for share in parallel.my_share(blocks, config.micro_batch_size, setup)]
+                        for share in parallel.my_share(blocks, size, setup)]
 
     with contextlib.closing(in_thread(prepare, range(step, last))) as prepared:
         for blocks, micro_batches in prepared:

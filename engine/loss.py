@@ -17,9 +17,9 @@ def token_losses(logits, targets):
     return losses.view_as(targets)
 
 
-def scores(model, hidden, targets, z_loss):
+def scores(model, hidden, targets, z_loss, head=0):
     """(objectives, losses) of hidden (..., C), each like targets (...)."""
-    logits = model.logits(hidden)
+    logits = model.logits(hidden, head)
     losses = token_losses(logits, targets)
     return losses + z_loss * logits.float().logsumexp(-1).square() if z_loss else losses, losses
 
@@ -30,8 +30,9 @@ def compiled_scores():
     return torch.compile(scores)
 
 
-def model_losses(model, ids, targets, chunk=0, z_loss=0.0, **more):
+def model_losses(model, ids, targets, chunk=0, z_loss=0.0, weights=None, **more):
     """What is made small and what is reported, of each target: (objectives, losses), fp32, each like targets.
+    Of a stage that is not the last one (see Llama.forward): what it computes.
 
     ids (B, T); targets (B, T), or (N,) with keep among `more`, which goes to the model.
 
@@ -41,14 +42,27 @@ def model_losses(model, ids, targets, chunk=0, z_loss=0.0, **more):
     (bench/loss.py).
 
     z_loss: the objective is the loss + z_loss * log(Z)^2, Z the sum of the softmax. That holds log Z near 0, where the
-    logits are not rounded much; 1e-4 is usual (Chowdhery et al. 2022, arXiv 2204.02311, section 5)."""
-    def read(model, hidden):
+    logits are not rounded much; 1e-4 is usual (Chowdhery et al. 2022, arXiv 2204.02311, section 5).
+
+    weights (B, T) of the targets: where a model has heads for later tokens (n_future), their losses are added to the
+    objectives, for tokens with weight on the way and within the row: what follows a document's end is not foretold."""
+    def of_head(model, hidden, targets, head=0):
         score = compiled_scores() if model.compiled and torch.is_grad_enabled() else scores
         if not chunk:
-            return score(model, hidden, targets, z_loss)
+            return score(model, hidden, targets, z_loss, head)
         pieces = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk))
-        parts = [checkpoint(score, model, h, t, z_loss, use_reentrant=False) for h, t in pieces]
+        parts = [checkpoint(score, model, h, t, z_loss, head, use_reentrant=False) for h, t in pieces]
         return tuple(torch.cat(part).view_as(targets) for part in zip(*parts))
+
+    def read(model, hidden):
+        objectives, losses = of_head(model, hidden, targets)
+        if weights is not None:
+            counted = torch.ones_like(weights)
+            for head in range(1, model.config.n_future):
+                counted = counted[:, :-1] * weights[:, head:]
+                further, _ = of_head(model, hidden[:, :-head], targets[:, head:], head)
+                objectives = objectives + F.pad(further * counted, (0, head))
+        return objectives, losses
 
     return model(ids, read=read, **more)
 

@@ -1,7 +1,11 @@
-"""AdamW with decay on matrices only, Muon as an option, the learning rate as a function of the step, and clipping."""
+"""AdamW with decay on matrices only, Muon as an option, the learning rate as a function of the step, clipping, fp16."""
 import math
 
 import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from engine.layout import put, whole
 
 
 def adamw(model, learning_rate, weight_decay, betas=(0.9, 0.95), eps=1e-8):
@@ -21,7 +25,7 @@ def muon(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0
     values of a matrix's momentum equal before it steps: directions that a few large ones would drown are learned too.
     In short runs it needs about half the tokens; its five rounds of products cost the more the smaller the batch is."""
     matrices = [p for name, p in model.named_parameters() if ".layers." in name and p.dim() == 2]
-    first = torch.optim.Muon(matrices, lr=matrix_learning_rate, weight_decay=weight_decay,
+    first = (ShardedMuon if hasattr(matrices[0], "placements") else torch.optim.Muon)(matrices, lr=matrix_learning_rate, weight_decay=weight_decay,
                              adjust_lr_fn="match_rms_adamw")
     first.param_groups[0]["share"] = matrix_learning_rate / learning_rate
     for p in matrices:
@@ -30,6 +34,25 @@ def muon(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0
     for p in matrices:
         p.requires_grad_(True)
     return [first, second]
+
+
+class ShardedMuon(torch.optim.Muon):
+    """The same where a rank has only rows of each matrix: what is to be made orthogonal is gathered, once for a matrix
+    and step, and each rank keeps its rows of the result."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                momentum.lerp_(p.grad, 1 - group["momentum"])
+                moved = torch.nn.Parameter(torch.zeros(p.shape, device=p.device))
+                moved.grad = whole(p.grad.lerp(momentum, group["momentum"]))
+                torch.optim.Muon([moved], group["lr"], 0, momentum=0, nesterov=False,
+                                 adjust_lr_fn=group["adjust_lr_fn"]).step()
+                rows = torch.zeros_like(p)
+                put(rows, moved)
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(rows)
 
 
 def optimizers_of(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0.95)):
@@ -77,7 +100,38 @@ def set_lr(optimizer, learning_rate):
     return learning_rate
 
 
-def clip(parameters, max_norm):
+def clip(parameters, max_norm, setup=None, scale=1.0):
     """Scales all gradients so that their joint norm is at most max_norm (0: only measures); -> the norm before, a
-    tensor. It is NaN or inf when any gradient is: a free detector, and the caller must then not step."""
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
+    tensor, over all shards and stages. It is NaN or inf when any gradient is: a free detector, and the caller must then
+    not step. scale: what the loss was multiplied with; it is taken out of the gradients first."""
+    parameters = list(parameters)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if scale != 1:
+        torch._foreach_div_(gradients, scale)
+    norm = whole(get_total_norm(gradients))
+    if setup and setup.layout and setup.layout.pp > 1:
+        squares = norm.double().square()
+        dist.all_reduce(squares, group=setup.mesh.get_group("pp"))
+        norm = squares.sqrt().to(norm.dtype)
+    clip_grads_with_norm_(parameters, max_norm or math.inf, norm)
+    return norm.to(setup.device) if setup else norm
+
+
+class LossScale:
+    """fp16 ends at 65504 above and at 6e-8 below, where small gradients become 0: so the loss is multiplied by as much as
+    the gradients bear (Micikevicius et al. 2018, arXiv 1710.03740). Half as much when one overflows, twice as much after
+    2000 steps in which none did. All ranks see the same norm, so they have the same scale. Other dtypes: always 1."""
+
+    def __init__(self, dtype, saved=None):
+        self.on = dtype == torch.float16
+        self.value, self.since = saved or (65536.0 if self.on else 1.0, 0)
+
+    def overflowed(self, loss, norm):
+        """Takes note of a step; -> whether only its scale was too large, so that it is to be skipped."""
+        self.since += 1
+        if self.on and math.isfinite(loss) and not math.isfinite(norm) and self.value > 1:
+            self.value, self.since = self.value / 2, 0
+            return True
+        if self.on and self.since % 2000 == 0:
+            self.value *= 2
+        return False

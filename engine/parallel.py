@@ -24,6 +24,22 @@ class Setup:
     device: torch.device
     dtype: torch.dtype          # of the matrix products; weights and optimizer stay in fp32
     threads: int
+    layout: "Layout" = None     # of the ranks, once it is known (layout.join); None: each has data of its own
+    mesh: object = None
+
+    @property
+    def dp(self):
+        """How many shares the data of a step are cut into: ranks of one share hold parts of one model."""
+        return self.layout.dp if self.layout else self.world
+
+    @property
+    def dp_rank(self):
+        return self.rank // self.layout.tp % self.layout.dp if self.layout else self.rank
+
+    @property
+    def stage(self):
+        """Which of the layout's pp stages this rank is in."""
+        return self.rank * self.layout.pp // self.world
 
     @property
     def is_main(self):
@@ -34,16 +50,92 @@ class Setup:
             print(text, flush=True)
 
     def autocast(self):
-        """Matrix products in bf16, where the run is in bf16; weights keep their fp32."""
-        if self.dtype == torch.float32:
+        """Matrix products in bf16 or fp16, where the run is in that; weights keep their fp32. FSDP's engine gives out weights
+        in that dtype already."""
+        if self.dtype == torch.float32 or self.layout and not self.layout.plain:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks divide the work: pp stages of layers, each on dp * tp ranks, in this order (neighbours in a row share
+    matrices, so that the most talkative sit in one machine). dp = replicas * shards: the data are cut into dp shares; the
+    states over the shards."""
+    pp: int = 1
+    replicas: int = 1
+    shards: int = 1
+    tp: int = 1
+    zero: int = 3               # 1: the shards share the optimizer's states, 2: also gradients, 3: also weights
+    offload: bool = False
+    plain: bool = True          # DDP, or one process; False: FSDP2's engine, which the rest needs
+    micro: int = 1              # sequences of a micro-batch
+    n_micro: int = 1            # micro-batches of a rank in a step
+
+    @property
+    def dp(self):
+        return self.replicas * self.shards
+
+    def __str__(self):
+        if self.plain:
+            return "each holds everything"
+        states = f"ZeRO-{self.zero} over {self.shards}" + f" in {self.replicas} replicas" * (self.replicas > 1)
+        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}, {states}" + ", states on the CPU" * self.offload
+
+
+def divide(config, shape, world):
+    """The Layout that train.py's keys ask for on so many ranks, and a sentence for each thing that does not fit. A pure
+    function: no process group is needed."""
+    found = config.below_one("hsdp", "tp", "pp")
+    if config.parallel not in ("ddp", "fsdp"):
+        found.append(f"parallel must be 'ddp' or 'fsdp', found '{config.parallel}'")
+    if config.zero not in (1, 2, 3):
+        found.append(f"zero must be 1, 2 or 3, found {config.zero}")
+    if found:
+        return Layout(), found
+    sharded, tp, pp = config.parallel == "fsdp", config.tp, config.pp
+    dp = world // (tp * pp)
+    found += [sentence for sentence, wrong in {
+        f"{world} process(es) are no multiple of tp * pp = {tp} * {pp}": world % (tp * pp),
+        f"hsdp = {config.hsdp} does not divide the {dp} ranks that share the data (processes / tp / pp)": dp % config.hsdp,
+        **{f"{name} = {value} shards states over ranks: it needs parallel = 'fsdp'": not sharded for name, value in (
+            ("zero", config.zero), ("hsdp", config.hsdp), ("cpu_offload", config.cpu_offload))
+           if value != config.default(name)},
+        **{f"{name} = {value} must be a multiple of tp = {tp}": value % tp for name, value in (
+            ("n_head", shape.n_head), ("n_kv_head", shape.n_kv_head), ("n_inner", shape.n_inner),
+            ("vocab_size", shape.vocab_size), ("block_size", config.block_size))},
+        f"n_layer = {shape.n_layer} is less than pp = {pp} stages": shape.n_layer < pp,
+        "tie_embeddings = True does not go with pp: the first stage embeds and the last one scores, with one matrix":
+            pp > 1 and shape.tie_embeddings,
+        "matrix_learning_rate (Muon) does not go with tp: it needs whole matrices": tp > 1 and config.matrix_learning_rate,
+        "watch_nan looks into whole modules: it goes with neither tp nor pp": config.watch_nan and max(tp, pp) > 1,
+        "watch_stats does not go with pp: a stage sees its own layers only": config.watch_stats and pp > 1,
+        f"cpu_offload needs several processes that share the states, found {world}": config.cpu_offload and world == 1,
+    }.items() if wrong]
+    if found or config.below_one("block_size", "micro_batch_size", "batch_tokens"):
+        return Layout(), found
+    # A rank that has fewer sequences in a step than a micro-batch may hold takes them in one, in a pipeline in pp.
+    micro = min(config.micro_batch_size, max(1, config.batch_tokens // (config.block_size * dp * pp)))
+    unit = config.block_size * micro * dp
+    if config.batch_tokens % unit:
+        near = max(1, round(config.batch_tokens / unit)) * unit
+        ranks = "processes" if dp == world else "processes / tp / pp"
+        found.append(f"batch_tokens = {config.batch_tokens} is no multiple of block_size * micro_batch_size * {ranks} = "
+                     f"{config.block_size} * {micro} * {dp} = {unit}; set batch_tokens = {near}, or a micro_batch_size "
+                     "that divides")
+    n_micro = config.batch_tokens // unit
+    if n_micro < pp:
+        found.append(f"{n_micro} micro-batches a step keep no pipeline of pp = {pp} stages busy: at least {pp} are needed, so "
+                     f"batch_tokens = {unit * pp} or more")
+    plain = world == 1 or not sharded and tp == pp == 1
+    replicas = config.hsdp if sharded else dp
+    return Layout(pp, replicas, dp // replicas, tp, config.zero, config.cpu_offload, plain, micro, n_micro), found
 
 
 def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0):
     """Chooses device, dtype and threads, joins the other ranks, seeds everything; -> Setup.
 
-    device: 'auto', 'cpu' or 'cuda'. dtype: 'auto' (bf16 where the machine multiplies it natively), 'bf16', 'fp32'.
+    device: 'auto', 'cpu' or 'cuda'. dtype: 'auto' (bf16 where the machine multiplies it natively), 'bf16', 'fp16', 'fp32'.
     deterministic: None = yes on CPU, where it costs about 4 %. threads: 0 = the cores divided by the processes of this machine."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -51,7 +143,7 @@ def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0):
         f"device must be 'auto', 'cpu' or 'cuda', found '{device}'": device not in ("auto", "cpu", "cuda"),
         f"device = 'cuda', but this torch ({torch.__version__}) sees no CUDA device; use --device=cpu or install a "
         "CUDA build": device == "cuda" and not torch.cuda.is_available(),
-        f"dtype must be 'auto', 'bf16' or 'fp32', found '{dtype}'": dtype not in ("auto", "bf16", "fp32"),
+        f"dtype must be 'auto', 'bf16', 'fp16' or 'fp32', found '{dtype}'": dtype not in ("auto", "bf16", "fp16", "fp32"),
         f"threads must be from 0 (all cores) to 1024, found {threads}": not 0 <= threads <= 1024,
         f"seed must be below 2**63 in size, found {seed}": abs(seed) >= 2 ** 63}.items() if wrong))
     cuda = device != "cpu" and torch.cuda.is_available()
@@ -84,7 +176,7 @@ def _dtype(name, device):
     elif name == "auto":
         has = lambda feature: getattr(torch.cpu, feature, lambda: False)()
         name = "bf16" if has("_is_amx_tile_supported") or has("_is_avx512_bf16_supported") else "fp32"
-    return torch.bfloat16 if name == "bf16" else torch.float32
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
 
 
 def all_sum(tensor, setup):
@@ -93,6 +185,19 @@ def all_sum(tensor, setup):
         tensor = tensor.clone()
         dist.all_reduce(tensor)
     return tensor
+
+
+def data_sum(tensor, setup):
+    """The sum over the shares of the data, on all ranks: where several ranks hold one model, one of them counts, the
+    first of those with the head."""
+    if setup.layout and (setup.rank % setup.layout.tp or setup.stage < setup.layout.pp - 1):
+        tensor = torch.zeros_like(tensor)
+    return all_sum(tensor, setup)
+
+
+def on_all(true, setup):
+    """Whether something is true on every rank."""
+    return all_sum(torch.tensor(float(not true), device=setup.device), setup).item() == 0
 
 
 def from_main(value, setup, group=None):
@@ -143,13 +248,13 @@ def wrap(model, setup):
 
 
 def bare(model):
-    """The module itself, without DDP around it: its names are those that are saved."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    """The module itself, without DDP (or layout.Pipeline) around it: its names are those that are saved."""
+    return getattr(model, "module", model)
 
 
 def my_share(rows, size, setup):
     """This rank's rows of a global step, in slices of at most `size`."""
-    mine = rows[setup.rank::setup.world]
+    mine = rows[setup.dp_rank::setup.dp]
     return [mine[i:i + size] for i in range(0, len(mine), size)]
 
 
@@ -173,7 +278,7 @@ def compile_blocks(model, setup, wanted, dynamic=None):
     if setup.device.type == "cpu" and not any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "g++", "clang++")):
         setup.say("compile: no C++ compiler (g++) found; running without, which is slower and otherwise the same")
         return
-    for block in model.model.layers:
+    for block in model.model.layers.children():
         block.compile(dynamic=dynamic)
         block.self_attn.own_gradient = setup.device.type == "cpu" and dynamic is None      # see model.CpuFlash
     model.compiled = True               # see engine/loss.py

@@ -9,6 +9,7 @@ import torch
 from configurator import changed_keys, refuse
 from engine import checkpoint, parallel
 from engine.files import lock_folder, read_json, sha256_file, write_atomic, write_json
+from engine.layout import local
 from engine.parallel import refuse_once
 
 
@@ -116,7 +117,7 @@ def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, f
         return 0.0
     began = time.perf_counter()
     model = next(iter(modules.values()))
-    if not all(torch.isfinite(p).all() for p in model.parameters()):
+    if not parallel.on_all(all(torch.isfinite(local(p)).all() for p in model.parameters()), setup):
         refuse_once(setup, f"step {done}: weights are no longer finite, so nothing is saved; the checkpoints before "
                            "are sound. Lower --learning_rate, or look at the steps before this one in log.jsonl.")
 

@@ -92,7 +92,7 @@ class Watch:
         count, before, most = self.sums.get((block, what), (0, 0, sums.new_zeros(())))
         self.sums[block, what] = count + x.numel(), before + sums, torch.maximum(most, wide.abs().max().double())
 
-    def stats(self):
+    def stats(self, scale=1.0):
         """{"blocks_seen": {block: mean, std and largest absolute value of its output and of the gradient of it}}, over
         all sequences of this global step; empty where the step is not watched. The gradient is that of the step's mean
         loss. All ranks must call it."""
@@ -105,8 +105,9 @@ class Watch:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         found = {}
         for (block, what), (count, total, squares), most in zip(self.sums, added.tolist(), largest.tolist()):
-            # Backward starts from the loss times the number of ranks, since DDP divides by it.
-            unit, mean = self.setup.world if what == "gradient" else 1, total / count
+            # Backward starts from the loss times the ranks that share the data, since DDP and FSDP divide by them, and
+            # in fp16 times its scale.
+            unit, mean = self.setup.dp * scale if what == "gradient" else 1, total / count
             std = max(squares / count - mean * mean, 0) ** 0.5
             found.setdefault(f"layers.{block}", {}).update(
                 {f"{what}_mean": mean / unit, f"{what}_std": std / unit, f"{what}_max": most / unit})

@@ -241,7 +241,9 @@ def test_the_readmes_commands_fit_their_configs(world, micro_batches):
     config, tokenizer = configure(vars(script), [str(ROOT / "config" / "demo.py")]), byte_tokenizer()
     data, setup = SimpleNamespace(sources=[]), replace(ALONE, world=world)
     shape = script.shape_of(config, tokenizer)
-    assert script.check(config, shape, tokenizer, data, setup) == (config.batch_tokens // config.block_size, micro_batches)
+    layout = script.check(config, shape, tokenizer, data, setup)
+    assert (layout.dp, layout.n_micro) == (world, micro_batches)
+    assert world * layout.n_micro * layout.micro * config.block_size == config.batch_tokens
 
 
 def test_everything_wrong_is_said_at_once(data, tmp_path):
