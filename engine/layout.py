@@ -10,6 +10,7 @@ that every layout can be compared with one process (tests/test_parallel.py).
     go_through  takes the micro-batches of a step through it, forward and backward
 """
 import math
+import warnings
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,9 @@ from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInp
                                                SequenceParallel, parallelize_module)
 
 from engine.parallel import bare, compile_blocks, from_all, wrap
+
+# Nothing here changes a model's output in place.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def join(setup, layout):
@@ -100,7 +104,8 @@ def split_matrices(model, mesh):
                          for name in ("q_norm", "k_norm")})
         parallelize_module(block, mesh, plan)
     if trunk.embed_tokens is not None:
-        parallelize_module(trunk, mesh, {"embed_tokens": RowwiseParallel(Replicate(), by_token)})
+        parallelize_module(trunk, mesh, {"embed_tokens": RowwiseParallel(input_layouts=Replicate(),
+                                                                         output_layouts=by_token)})
     if model.lm_head is not None:
         parallelize_module(trunk, mesh, {"norm": SequenceParallel(use_local_output=True)})
         parallelize_module(trunk, mesh, PrepareModuleOutput(output_layouts=by_token, desired_output_layouts=Replicate()))

@@ -2,10 +2,10 @@
 import math
 
 import torch
-import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from engine.layout import put, whole
+from engine.layout import copies, local, put, whole
+from engine.parallel import all_sum
 
 
 def adamw(model, learning_rate, weight_decay, betas=(0.9, 0.95), eps=1e-8):
@@ -108,13 +108,14 @@ def clip(parameters, max_norm, setup=None, scale=1.0):
     gradients = [p.grad for p in parameters if p.grad is not None]
     if scale != 1:
         torch._foreach_div_(gradients, scale)
-    norm = whole(get_total_norm(gradients))
-    if setup and setup.layout and setup.layout.pp > 1:
-        squares = norm.double().square()
-        dist.all_reduce(squares, group=setup.mesh.get_group("pp"))
-        norm = squares.sqrt().to(norm.dtype)
+    if setup and setup.mesh:            # one number from each rank; of what several hold, each has its part
+        norms = torch.stack(torch._foreach_norm([local(gradient) for gradient in gradients])).double()
+        held = norms.new_tensor([copies(gradient) for gradient in gradients])
+        norm = all_sum((norms.square() / held).sum().to(setup.device), setup).sqrt().float()
+    else:
+        norm = get_total_norm(gradients)
     clip_grads_with_norm_(parameters, max_norm or math.inf, norm)
-    return norm.to(setup.device) if setup else norm
+    return norm
 
 
 class LossScale:

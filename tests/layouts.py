@@ -1,0 +1,106 @@
+"""
+What test_parallel.py runs in several processes: a small model trained in one layout after the other, in one process group.
+
+    torchrun --nproc_per_node=N tests/layouts.py steps FOLDER NAME,NAME,...      see `steps`
+    torchrun --nproc_per_node=N tests/layouts.py runs FOLDER NAME,NAME,...       train.py itself, see `runs`
+"""
+import hashlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import torch
+import torch.distributed as dist
+
+import train as script
+from configurator import configure
+from engine import checkpoint, parallel
+from engine.layout import build, join, local, whole, wrapped
+from engine.optim import LossScale, clip, optimizers_of
+from engine.parallel import divide
+from model import Llama, ModelConfig
+
+FSDP = dict(parallel="fsdp")
+LAYOUTS = {                                             # name: (processes, keys)
+    "ddp": (2, {}), "zero1": (2, dict(FSDP, zero=1)), "zero2": (2, dict(FSDP, zero=2)), "zero3": (2, FSDP),
+    "replicas": (2, dict(FSDP, hsdp=2)), "tp2": (2, dict(tp=2)), "pp2": (2, dict(pp=2)),
+    "pp2 zero1": (2, dict(FSDP, pp=2, zero=1)), "offload": (2, dict(FSDP, cpu_offload=True)),
+    "ddp future": (2, dict(n_future=2)), "zero3 future": (2, dict(FSDP, n_future=2)), "pp2 future": (2, dict(pp=2, n_future=2)),
+    "tp2 other": (2, dict(tp=2, tie_embeddings=True, qk_norm=True, loss_chunk=7, z_loss=1e-3)),
+    "tp2 biases": (2, dict(tp=2, qkv_bias=True)),
+    "zero3 other": (2, dict(FSDP, tie_embeddings=True, qk_norm=True, loss_chunk=7, z_loss=1e-3)),
+    "ddp 3": (3, {}), "zero1 3": (3, dict(FSDP, zero=1)), "zero2 3": (3, dict(FSDP, zero=2)), "zero3 3": (3, FSDP),
+    "pp3": (3, dict(pp=3)),
+    "hsdp2": (4, dict(FSDP, hsdp=2)), "zero3 tp2": (4, dict(FSDP, tp=2)), "ddp tp2": (4, dict(tp=2)),
+    "zero3 pp2": (4, dict(FSDP, pp=2)), "zero1 pp2": (4, dict(FSDP, pp=2, zero=1)), "zero2 pp2": (4, dict(FSDP, pp=2, zero=2)),
+    "tp2 pp2": (4, dict(tp=2, pp=2)),
+    "dp2 tp2 pp2": (8, dict(FSDP, tp=2, pp=2)),
+}
+SHAPE = ("--n_layer=4 --n_head=4 --n_kv_head=2 --n_embd=32 --n_inner=64 --block_size=16 --batch_tokens=384 --vocab_size=264 "
+         "--micro_batch_size=2 --tie_embeddings=False --recompute=full --device=cpu --dtype=fp32 --compile=False --threads=1").split()
+ENDS = SimpleNamespace(bos_id=256, eos_id=257)
+
+
+def config_of(*words, **keys):
+    return configure(vars(script), [*SHAPE, *words, *(f"--{name}={value}" for name, value in keys.items())])
+
+
+def step_data(number):
+    """A step's sequences: 24 of 16 tokens, with targets of which some count, in few of the sequences most."""
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(0, 256, (24, 17), generator=generator)
+    share = torch.linspace(0.05, 1, 24)[torch.randperm(24, generator=generator)]
+    return ids[:, :-1], ids[:, 1:], (torch.rand(24, 16, generator=generator) < share[:, None]).float()
+
+
+def digest(model, optimizers):
+    """Of all weights and moments, whole, by name; {name: sha256} of this rank's stage."""
+    tensors = checkpoint._tensors({"model": model}, {"model": optimizers})
+    return {name: hashlib.sha256(whole(t).contiguous().numpy().tobytes()).hexdigest() for name, t in tensors.items()}
+
+
+def steps(config, setup, count=5):
+    """Losses and gradient norms of the first steps; initial weights, and the first gradients before and after clipping,
+    whole and by name."""
+    shape = ModelConfig(**{key: getattr(config, key) for key in ModelConfig.__dataclass_fields__})
+    layout, problems = divide(config, shape, setup.world)
+    assert not problems, problems
+    setup = join(setup, layout)
+    module = build(lambda: Llama(shape), setup, 1, config.compile)
+    module.n_tokens = 263
+    gather = lambda of: {name: whole(of(p)).detach().clone() for name, p in module.named_parameters()}
+    found = {"losses": [], "norms": [], "initial": gather(lambda p: p)}
+    optimizers = optimizers_of(module, 1e-2, config.matrix_learning_rate, 0.1)
+    model, scaled = wrapped(module, setup), LossScale(setup.dtype)
+    for number in range(count):
+        shares = zip(*(parallel.my_share(part, layout.micro, setup) for part in step_data(number)))
+        total = script.forward_backward(model, list(shares), config, ENDS, setup, [], scaled.value)
+        if number == 0:
+            found["gradients"] = gather(lambda p: p.grad)
+        norm = clip(model.parameters(), 0.1, setup, scaled.value)
+        if number == 0:
+            found["clipped"] = gather(lambda p: p.grad)
+        if not scaled.overflowed(total[0].item(), norm.item()):
+            for optimizer in optimizers:
+                optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        found["losses"].append(total[0].item())
+        found["norms"].append(norm.item())
+    found["scale"] = scaled.value
+    return found
+
+
+def main(what, folder, names):
+    setup = parallel.start("cpu", "fp32", True, 1)
+    for name in names.split(","):
+        found = {"steps": steps, "runs": None}[what](config_of(**LAYOUTS[name][1]), setup)
+        torch.save(found, f"{folder}/{name}.{setup.rank}")
+        dist.barrier()
+    parallel.finish(setup)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
