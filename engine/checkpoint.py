@@ -116,7 +116,7 @@ def _copied(tensors):
     """The tensors as they are now, in memory of the CPU that is kept for the next save: where the machine has to find that
     much memory each time, it takes longer than the copying itself."""
     kept, copies = _own.pop("copies", {}), {}
-    kind = lambda t: (type(t), t.shape, t.dtype, getattr(t, "placements", None))
+    kind = lambda t: (type(t), t.shape, t.dtype, getattr(t, "placements", None), getattr(t, "device_mesh", None))
     for name, tensor in tensors.items():
         copy = kept.get(name)
         if copy is None or kind(copy) != kind(tensor):

@@ -6,8 +6,10 @@ What test_parallel.py runs in several processes: a small model trained in one la
 """
 import hashlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
@@ -93,10 +95,44 @@ def steps(config, setup, count=5):
     return found
 
 
-def main(what, folder, names):
+RUNS = {                                                # of train.py: as in LAYOUTS, or other keys
+    "zero3 muon": dict(FSDP, matrix_learning_rate=0.02), "zero1 fp16": dict(FSDP, zero=1, dtype="fp16"),
+    "zero3 bf16 compiled": dict(FSDP, dtype="bf16", compile=True), "pp2 fp16": dict(pp=2, dtype="fp16"),
+}
+OFTEN = dict(max_steps=6, eval_every=3, eval_blocks=13, log_every=1, save_light=3, save_full=3, keep=0, batch_tokens=256,
+             learning_rate=3e-3, log_blocks=True)
+
+
+def runs(name, folder, setup, **keys):
+    """train.py on FOLDER/data into FOLDER/NAME. Keeps the digests of what was loaded and of what was saved last."""
+    keys = {**(RUNS.get(name) or LAYOUTS.get(name, (1, {}))[1]), **keys}
+    config = config_of(f"--data_dir={folder}/data", f"--out_dir={folder}/{name}", **{**OFTEN, **keys})
+    setup = replace(setup, dtype=parallel._dtype(config.dtype, setup.device))
+    found, save, go_on = {}, script.save_when_due, script.ladder.go_on
+
+    def saved(run, done, total, config, modules, moments, *more):
+        if done % config.save_full == 0:
+            found["saved"] = digest(modules["model"], moments["model"])
+        return save(run, done, total, config, modules, moments, *more)
+
+    def loaded(run, modules, moments, *more, **further):
+        state = go_on(run, modules, moments, *more, **further)
+        found["loaded"] = digest(modules["model"], moments["model"])
+        return state
+    with mock.patch.multiple(script, save_when_due=saved, finish=lambda setup: None), \
+            mock.patch.object(script.ladder, "go_on", loaded):
+        script.pretrain(config, setup, SimpleNamespace(asked=0))
+    return found
+
+
+def main(what, folder, names, *words):
     setup = parallel.start("cpu", "fp32", True, 1)
+    keys = dict(word.split("=", 1) for word in words)
     for name in names.split(","):
-        found = {"steps": steps, "runs": None}[what](config_of(**LAYOUTS[name][1]), setup)
+        if what == "steps":
+            found = steps(config_of(**LAYOUTS[name][1]), setup)
+        else:
+            found = runs(name, folder, setup, **keys)
         torch.save(found, f"{folder}/{name}.{setup.rank}")
         dist.barrier()
     parallel.finish(setup)

@@ -1,0 +1,130 @@
+"""Several processes as one: losses, gradients, weights and checkpoints of every layout against those of one process."""
+import math
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import layouts
+from engine import checkpoint
+from engine.monitor import read_log
+from engine.parallel import divide
+from layouts import LAYOUTS, OFTEN, config_of
+from model import Llama, ModelConfig
+from small import ALONE, ROOT
+from test_train import kill_after, launch, losses, make_data, same, weights
+
+OF_LAYOUTS = ("parallel", "zero", "hsdp", "tp", "pp", "cpu_offload")
+
+
+def run_layouts(processes, *words):
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port=0",
+                           "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", str(ROOT / "tests/layouts.py"), *map(str, words)],
+                          capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def results(folder, name, processes):
+    return [torch.load(folder / f"{name}.{rank}", weights_only=True) for rank in range(processes)]
+
+
+_serial = {}
+
+
+def serial(keys):
+    """What `layouts.steps` finds on one process, with the keys that are no layout's."""
+    rest = {key: value for key, value in keys.items() if key not in OF_LAYOUTS}
+    if str(rest) not in _serial:
+        _serial[str(rest)] = layouts.steps(config_of(**rest), ALONE)
+    return _serial[str(rest)]
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_parallel_equals_serial(tmp_path, processes):
+    """Over 5 steps of 12 to 3 micro-batches, with masked targets, blocks computed anew, and clipping to a tenth of the norm."""
+    names = [name for name, (count, _) in LAYOUTS.items() if count == processes]
+    run_layouts(processes, "steps", tmp_path, ",".join(names))
+    for name in names:
+        wanted, found = serial(LAYOUTS[name][1]), results(tmp_path, name, processes)
+        for what, limit in (("initial", 0), ("gradients", 1e-5), ("clipped", 1e-5)):
+            assert set().union(*(part[what] for part in found)) == wanted[what].keys(), (name, what)
+            for part in found:
+                for parameter, value in part[what].items():
+                    reference = wanted[what][parameter]
+                    assert (value - reference).norm() <= limit * reference.norm(), (name, what, parameter)
+        for part in found:
+            assert part["losses"] == pytest.approx(wanted["losses"], abs=1e-5), name
+            assert part["norms"] == pytest.approx(wanted["norms"], rel=1e-3), name
+        assert min(wanted["norms"]) > 0.5 and wanted["losses"][-1] < wanted["losses"][0]
+
+
+def test_how_a_world_is_divided():
+    shape = ModelConfig(264, 4, 4, 2, 32, 64, 16)
+    of = lambda world, **keys: divide(config_of(**keys), replace(shape, tie_embeddings=keys.get("tie_embeddings", False)), world)
+    layout, problems = of(8, parallel="fsdp", hsdp=2, tp=2)
+    assert (layout.pp, layout.replicas, layout.shards, layout.tp, layout.dp) == (1, 2, 2, 2, 4) and not problems
+    assert layout.micro * layout.n_micro * layout.dp * 16 == 384
+    assert of(2)[0].plain and of(1, parallel="fsdp")[0].plain and not of(2, parallel="fsdp")[0].plain
+    layout, problems = of(4, pp=2, batch_tokens=64, micro_batch_size=8)        # 2 sequences each: 2 micro-batches of 1
+    assert (layout.micro, layout.n_micro, layout.dp, problems) == (1, 2, 2, [])
+    said = "; ".join(of(6, parallel="fsdp", hsdp=4, tp=3, pp=5, tie_embeddings=True, matrix_learning_rate=0.1, watch_nan=True)[1])
+    for part in ("6 process(es) are no multiple of tp * pp = 3 * 5", "n_head = 4 must", "n_kv_head = 2 must", "n_inner = 64 must",
+                 "block_size = 16 must", "n_layer = 4 is less", "tie_embeddings", "Muon", "watch_nan"):
+        assert part in said, part
+    assert "vocab_size = 264 must" not in said
+    assert "hsdp = 4 does not divide the 6 ranks" in of(6, parallel="fsdp", hsdp=4)[1][0]
+    said = "; ".join(of(4, zero=2, hsdp=2, cpu_offload=True)[1])
+    assert all(f"{name} shards states" in said for name in ("zero = 2", "hsdp = 2", "cpu_offload = True"))
+    assert "keep no pipeline" in of(4, pp=4, batch_tokens=48)[1][0] and "no multiple" in of(5)[1][0]
+    assert len(of(2, parallel="other", zero=4, tp=0)[1]) == 3
+
+
+# --- train.py --------------------------------------------------------------------------------------------------------
+
+RUNS = {"zero3": {}, "zero1": {}, "tp2": {}, "pp2": {}, "zero3 muon": dict(matrix_learning_rate=0.02),
+        "zero1 fp16": dict(dtype="fp16"), "pp2 fp16": dict(dtype="fp16"), "zero3 bf16 compiled": dict(dtype="bf16"),
+        "pp2 future": dict(n_future=2), "ddp future": dict(n_future=2)}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """train.py in each of RUNS, on two processes; a function that does the same on one."""
+    folder, alone = tmp_path_factory.mktemp("runs"), {}
+    make_data(folder / "data")
+    run_layouts(2, "runs", folder, ",".join(RUNS))
+
+    def one(**keys):
+        name = "one" + "".join(f" {key}={value}" for key, value in keys.items())
+        if name not in alone:
+            alone[name] = layouts.runs(name, folder, ALONE, **keys)
+        return name
+    return SimpleNamespace(folder=folder, one=one)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_training_in_a_layout(trained, name):
+    """Losses, held-out losses, norms, how far weights move, and the light checkpoint, which is whole."""
+    one, keys = trained.one(**RUNS[name]), RUNS[name]
+    found, wanted = read_log(trained.folder / name / "pretrain"), read_log(trained.folder / one / "pretrain")
+    loose = 3e-2 if "dtype" in keys else 1e-2 if "muon" in name else 1e-5
+    assert [record["step"] for record in found] == list(range(1, 7))
+    for a, b in zip(found, wanted, strict=True):
+        if a.get("skipped"):
+            continue
+        assert a["loss"] == pytest.approx(b["loss"], abs=loose) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=max(loose, 1e-3))
+        for what in ("val_loss", "val_bits_per_byte", "val_loss_eos"):
+            assert a.get(what) == pytest.approx(b.get(what), abs=loose)
+        if loose == 1e-5:
+            assert a["update_ratio"] == pytest.approx(b["update_ratio"], rel=1e-3)
+            assert a["update_ratio_blocks"] == pytest.approx(b["update_ratio_blocks"], rel=1e-2)
+            assert a["next_saves_bytes"] == pytest.approx(b["next_saves_bytes"], rel=1e-2)
+    a, b = weights(trained.folder / name, 6), weights(trained.folder / one, 6)
+    assert a.keys() == b.keys() and all(a[n].shape == b[n].shape for n in a)
+    assert loose > 1e-5 or max((a[n] - b[n]).abs().max() for n in a) < 1e-4
