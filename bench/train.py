@@ -162,7 +162,8 @@ def main(config):
     if config.profile:
         return show_profile(ours, config, setup)
     left, right = (torch.randn(4096, 4096, device=setup.device).bfloat16() for _ in range(2))
-    works = {PRODUCT: lambda: left @ right, "ours": ours}
+    # Five in a row: the first after a step of many seconds finds neither its memory nor its kernel where it left them.
+    works = {PRODUCT: lambda: [left @ right for _ in range(5)], "ours": ours}
     if config.peers:
         for compiled in (False, True):
             name, step = gpt_step(compiled, x, y, config, settings)
@@ -175,8 +176,8 @@ def main(config):
     times = in_turns(works, config.rounds, setup.device)
     head_and_layers = model.n_params() - model.model.embed_tokens.weight.numel()
     flops = 6 * x.numel() * (head_and_layers + settings["n_layer"] * settings["n_embd"] * COMMON["block_size"])
-    product = 2 * 4096 ** 3 / statistics.median(times[PRODUCT])
-    mfu = flops / (2 * 4096 ** 3) * ratio(times, PRODUCT, "ours")
+    product = 5 * 2 * 4096 ** 3 / statistics.median(times[PRODUCT])
+    mfu = flops / (5 * 2 * 4096 ** 3) * ratio(times, PRODUCT, "ours")
     print(f"bf16 product of 4096 x 4096 matrices: {product / 1e12:.2f} TFLOP/s; our step: "
           f"{flops / statistics.median(times['ours']) / 1e12:.2f} TFLOP/s, MFU {mfu:.1%}\n\n"
           "| step | ms | tokens/s | time / ours |\n|---|---:|---:|---:|")
