@@ -395,6 +395,12 @@ def apart(begins):
     return index - first, torch.diff(starts, append=starts.new_tensor([batch * time])).cpu()
 
 
+def generator_of(seed, name):
+    """The random numbers of the parameter of that name."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
 class Llama(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -448,9 +454,7 @@ class Llama(nn.Module):
                 std = 0.02 / math.sqrt(2 * self.config.n_layer)
             if name == "score.weight":
                 std = 1 / math.sqrt(self.config.n_embd + 1)
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            put(parameter, torch.randn(parameter.shape, generator=generator) * std)
+            put(parameter, torch.randn(parameter.shape, generator=generator_of(seed, name)) * std)
         return self
 
 

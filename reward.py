@@ -40,7 +40,8 @@ from engine.generate import generate
 from engine.hf import find_folder, read_model
 from engine.monitor import Monitor
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr
-from engine.parallel import accumulate, all_sum, compile_blocks, finish, my_share, start, wrap
+from engine.parallel import accumulate, all_sum, compile_blocks, finish, start, wrap
+from engine.rankings import longest, micro_batches, pairs_of, read_rankings
 from engine.run import open_run, refuse_missing, refuse_once, save_when_due
 from engine.shards import step_blocks, steps_by_length
 
@@ -73,61 +74,6 @@ log_every = 10                 # steps
 save_full = 50                 # steps between the checkpoints that a rerun continues from
 
 MARGINS = (0.0, 1.0, 1.5, 2.0, math.inf)     # edges of the buckets in which the accuracy is told
-
-
-# --- Rankings --------------------------------------------------------------------------------------------------------
-
-def read_rankings(path, tokenizer, block_size):
-    """The rankings of a preference file: a list of {"dialogues": lists of token ids, best first, "level": for each of
-    them a number, smaller is better, "prompt": how many ids are the prompt, "margin", "gap"}, and the number of those
-    left out since, without the dialogues that are longer than the model can read, nothing is left to compare.
-
-    A dialogue ends in <|end|>, and that is where it is scored: there the model has read all of the answer and knows
-    that it is over."""
-    rankings, too_long = [], 0
-    for record in chat.read_preferences(path):
-        read = [(i, chat.render(tokenizer, [*record["prompt"], {"role": "assistant", "content": text}])[0])
-                for i, texts in enumerate(record["ranked"]) for text in texts]
-        read = [(i, dialogue) for i, dialogue in read if len(dialogue) <= block_size]
-        level = [i for i, _ in read]
-        if len(set(level)) < 2:
-            too_long += 1
-            continue
-        prompt = len(chat.render(tokenizer, record["prompt"], open_assistant=True)[0])
-        rankings.append({"dialogues": [dialogue for _, dialogue in read], "level": level, "prompt": prompt,
-                         "margin": record.get("margin", 0.0), "gap": gap_of(record)})
-    return rankings, too_long
-
-
-def gap_of(record):
-    """By how much a pair's chosen answer is better, for the report only; NaN where the file does not tell."""
-    scores = record.get("scores")                      # the user's own key may be anything
-    if isinstance(scores, dict) and all(type(scores.get(side)) in (int, float) and abs(scores[side]) <= 1e9
-                                        for side in ("chosen", "rejected")):
-        return scores["chosen"] - scores["rejected"]
-    return record.get("margin", math.nan)
-
-
-def longest(ranking):
-    return max(map(len, ranking["dialogues"]))
-
-
-def pairs_of(rankings, device="cpu"):
-    """All pairs of a better and a worse answer to one prompt: (better, worse, ranking), three int64 tensors (P,). The
-    first two count the dialogues of all rankings one after the other."""
-    pairs, offset = [], 0
-    for number, ranking in enumerate(rankings):
-        level = ranking["level"]
-        both = combinations(range(len(level)), 2)
-        pairs += [(offset + i, offset + j, number) for i, j in both if level[i] < level[j]]
-        offset += len(level)
-    return torch.tensor(pairs, device=device).unbind(1)
-
-
-def micro_batches(rankings, setup, size):
-    """This rank's share of a step, in micro-batches of similar length, so that little of them is padding. The loss is a
-    sum over rankings, so neither the order within the step nor the cut changes its gradient."""
-    return my_share(sorted(rankings, key=longest), size, setup)
 
 
 # --- Scores ----------------------------------------------------------------------------------------------------------

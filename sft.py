@@ -13,7 +13,7 @@ A file of conversations has one JSON object a line,
 The form, with loss weights, is described in engine/chat.py. A model's folder and such a file are all that is needed.
 
 Like train.py this continues after any interruption, bit for bit, and writes into out_dir/sft: config.json, log.jsonl,
-step_NNNNNNNN/ (Hugging Face folders), full_NNNNNNNN/, result.json.
+step_NNNNNNNN/ (Hugging Face folders), full_NNNNNNNN/, result.json; with lora_rank also adapter/, which PEFT reads.
 
 What decides whether tuning works, and where it stands below:
   - Only what the assistant says is a target, and its <|end|>: without that one the model never learns to stop.
@@ -44,6 +44,7 @@ from engine.monitor import Monitor, read_log
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
 from engine.run import open_run, refuse_hopeless, refuse_missing, refuse_once, save_when_due
 from engine.shards import steps_by_length
+from techniques import lora
 
 # data and folders
 data_dir = "data/demo"
@@ -74,6 +75,11 @@ dropout = 0.0
 attention = "flash"
 loss_chunk = 0                  # so many targets' logits in memory at a time; 0: those of the whole micro-batch
 recompute = "none"              # activations in the backward pass: 'none', 'selective' or 'full', as in train.py
+# LoRA (techniques/lora.py): the weights stay, and a difference of low rank is learned; about 10 x the learning rate
+lora_rank = 0                   # 0: all weights are tuned
+lora_alpha = 16.0               # the difference is multiplied by alpha / rank
+lora_dropout = 0.0
+lora_targets: tuple[str] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # looking and saving
 show = 0                        # print this many conversations with their loss weights, and end
 eval_every = 100
@@ -216,6 +222,9 @@ def check(config, shape, setup):
     if config.overlong not in ("truncate", "drop"):
         problems.append(f"overlong must be 'truncate' or 'drop', found '{config.overlong}'")
     problems += config.outside(loss_chunk=(0,))
+    problems += lora.problems(config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_targets)
+    if config.lora_rank and config.matrix_learning_rate:
+        problems.append("matrix_learning_rate (Muon) is for whole matrices; with lora_rank leave it at 0")
     refuse_once(setup, *problems, *optimiser_problems(config), *shape.problems())
 
 
@@ -257,6 +266,8 @@ def main(config):
         return
 
     # 3. Continue where an earlier call stopped.
+    if config.lora_rank:
+        lora.add(model, config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_targets, config.seed)
     model.to(setup.device).train()
     parallel.compile_blocks(model, setup, config.compile, dynamic=True)
     optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay,
@@ -271,7 +282,8 @@ def main(config):
     per_epoch = math.ceil(len(examples) / config.batch_size)
     max_steps = config.max_steps or per_epoch * config.epochs
     warmup = warmup_length(max_steps, config.warmup_steps)
-    setup.say(f"model       {parallel.bare(model).n_params():,} parameters from {source}\n"
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    setup.say(f"model       {parallel.bare(model).n_params():,} parameters from {source}, {trained:,} of them trained\n"
               f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, "
               f"{setup.threads} threads\n"
               f"data        {len(examples):,} conversations of {lengths.mean():.0f} tokens on average, {lengths.max()} "
@@ -317,13 +329,16 @@ def main(config):
         refuse_hopeless(in_a_row, done, "conversations", config, setup)
         facts = {"in_a_row": in_a_row, "config_hash": config.hash, "tokenizer_hash": tokenizer.hash,
                  "val_loss": record.get("val_loss")}
-        if saving := save_when_due(run, done, max_steps, config, modules, moments, tokenizer, facts, setup):
+        if saving := save_when_due(run, done, max_steps, config, modules, moments, tokenizer, facts, setup,
+                                   plain=lora.merged):
             monitor.log(done, save_seconds=saving)
         monitor.advance()
 
     # 6. The end.
     monitor.close()
     if setup.is_main:
+        if config.lora_rank:
+            lora.save(run / "adapter", parallel.bare(model), source)
         final = read_log(run)[-1]       # and not local names: a run may be killed between its last step and here
         write_json(run / "result.json", {
             "steps": max_steps, "conversations": len(examples), "epochs": max_steps / per_epoch,

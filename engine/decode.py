@@ -70,6 +70,8 @@ class Decoder:
 
     def __init__(self, model, cache, padding, dtype, compile=False):
         config, device = model.config, cache.keys.device
+        if any("lora_" in name for name, _ in model.named_parameters()):
+            raise RuntimeError("generation reads the weights alone: do it within techniques.lora.merged(model)")
         self.config, self.cache, self.compiled, self.dtype = config, cache, compile, dtype
         self.window = config.sliding_window or cache.max_length
         self.n_tokens = model.n_tokens                                     # rows behind it are no tokens

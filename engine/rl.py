@@ -127,6 +127,20 @@ def ranking_loss(chosen, rejected, margin=None, centring=0.0):
     return -F.logsigmoid(difference) + centring * (chosen + rejected).square()
 
 
+def dpo_loss(chosen, rejected, beta, kind="dpo", smoothing=0.0):
+    """The loss of each pair, (P,). chosen, rejected (P,): log(policy / reference) of the two answers, what DPO takes for
+    their rewards, in units of 1 / beta. It is ln 2 as long as policy and reference are one.
+
+    'dpo'  -log sigmoid(beta (chosen - rejected)), of sums over the tokens (Rafailov et al. 2023, arXiv 2305.18290, eq. 7)
+    'ipo'  (chosen - rejected - 1 / (2 beta))^2, of means over the tokens: does not push for ever where all agree (Azar
+           et al. 2023, 2310.12036, eq. 17)
+    smoothing: the share of pairs that are taken to be labelled the wrong way round (Mitchell 2023, "cDPO")."""
+    margin = chosen - rejected
+    if kind == "ipo":
+        return (margin - 1 / (2 * beta)).square()
+    return -(1 - smoothing) * F.logsigmoid(beta * margin) - smoothing * F.logsigmoid(-beta * margin)
+
+
 # ------------------------------------------------------------------------------------------------------------ gauges
 
 def approx_kl(logprobs, old_logprobs):

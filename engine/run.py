@@ -1,4 +1,5 @@
 """What every training stage does with its folder: take it, tell if it is new, half done or done, and save into it."""
+import contextlib
 import hashlib
 import socket
 import time
@@ -103,13 +104,14 @@ def refuse_missing(setup, wanted, *advice):
         refuse_once(setup, *missing, *advice)
 
 
-def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, facts, setup, leaving=False):
+def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, facts, setup, leaving=False,
+                  plain=contextlib.nullcontext):
     """Saves after step `done` of `total` what the intervals ask for, when leaving a full checkpoint in any case; -> the
     seconds that this has stopped the loop, 0.0 when nothing was due. Then removes what config.keep and keep_best do not
     keep.
 
     Light before full: where a full checkpoint is, the light one of its step is too. The first of modules is the model
-    that a light checkpoint holds. Weights that are not finite are never saved. A stage without these keys saves no light
+    that a light checkpoint holds, as it is within plain(model). Weights that are not finite are never saved. A stage without these keys saves no light
     checkpoints here, and keeps one."""
     due = [kind for kind, every in (("light", getattr(config, "save_light", 0)), ("full", config.save_full))
            if done == total or every and done % every == 0 or leaving and kind == "full"]
@@ -126,7 +128,8 @@ def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, f
             best = getattr(config, "keep_best", 0) if kind == "light" else 0    # the other kind is there to continue from
             checkpoint.prune(folder, kind, getattr(config, "keep", 1), best)
     if "light" in due:
-        checkpoint.save_light(folder, done, model, tokenizer, setup, facts)
+        with plain(model):
+            checkpoint.save_light(folder, done, model, tokenizer, setup, facts)
     if "full" in due:
         checkpoint.save_full(folder, done, modules, optimizers, facts, setup, getattr(config, "async_save", True), tidy)
     elif setup.is_main:

@@ -1,0 +1,149 @@
+"""
+LoRA: a large matrix stays as it is, and learns a small difference (Hu et al. 2021, arXiv 2106.09685).
+
+    y = W x + (alpha / rank) B A dropout(x)          W (out, in) frozen, A (rank, in), B (out, rank)
+
+B starts at 0, so the first forward pass is the model's own, bit for bit. What is trained is about 1 % of the weights, and
+so are the gradients and AdamW's two moments: tuning needs the memory of the weights and of the activations, and little
+more. sft.py switches it on with --lora_rank=8. Use about ten times the learning rate of full tuning.
+
+All seven matrices of a block have one: leaving out those that are not square (k and v under grouped queries, the whole
+MLP) is a common mistake, and costs most of the effect. The head and the embeddings have none.
+
+Whoever saves, generates or scores sees an ordinary model, inside `merged`: W + (alpha / rank) B A is computed, and on the
+way out W comes back from a copy. Subtracting instead would leave other bits behind each time.
+"""
+import contextlib
+import json
+import math
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from safetensors.torch import load_file, save_file
+
+from configurator import refuse
+from engine.files import json_text, write_atomic
+from model import generator_of
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PREFIX = "base_model.model."        # PEFT's names are those of the model with this before them
+
+
+class LoRALinear(nn.Linear):
+    """A linear layer with W and b of another, which are not trained, and A and B, which are."""
+
+    def __init__(self, base, rank, alpha, dropout):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.lora_A = nn.Parameter(torch.zeros(rank, base.in_features).to(base.weight))
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank).to(base.weight))
+        self.scale, self.dropout = alpha / rank, dropout
+
+    def forward(self, x):
+        y = F.linear(x, self.weight, self.bias)
+        if self.lora_A is None:             # inside `merged`
+            return y
+        x = F.dropout(x, self.dropout, self.training)
+        return y + self.scale * F.linear(F.linear(x, self.lora_A), self.lora_B)
+
+
+def add(model, rank, alpha, dropout=0.0, targets=LINEARS, seed=0):
+    """Freezes the model and gives each linear layer of that name its A and B; -> the model.
+
+    A is drawn as nn.Linear draws its weights (uniform up to 1 / sqrt(in)), each from its own generator."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    linears = {name: module for name, module in model.named_modules()
+               if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets}
+    for name, linear in linears.items():
+        parent, _, child = name.rpartition(".")
+        layer = LoRALinear(linear, rank, alpha, dropout).train(linear.training)
+        drawn = torch.rand(layer.lora_A.shape, generator=generator_of(seed, f"{name}.lora_A"))
+        with torch.no_grad():
+            layer.lora_A.copy_((2 * drawn - 1) / math.sqrt(linear.in_features))
+        setattr(model.get_submodule(parent), child, layer)
+    return model
+
+
+def problems(rank, alpha, dropout, targets):
+    """What is wrong with the settings, a sentence each."""
+    unknown = sorted(set(targets) - set(LINEARS))
+    return [sentence for sentence, wrong in {
+        f"lora_rank must be at least 0 (0: no LoRA), found {rank}": rank < 0,
+        f"lora_alpha must be above 0, found {alpha}": alpha <= 0,
+        f"lora_dropout must be in [0, 1), found {dropout}": not 0 <= dropout < 1,
+        f"lora_targets must be some of {', '.join(LINEARS)}; found {', '.join(unknown) or 'none'}":
+            bool(unknown) or not targets}.items() if wrong]
+
+
+def layers_of(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+
+@contextlib.contextmanager
+def merged(model):
+    """Within it, the model is the ordinary one that LoRA has made of it: its weights, its parameters' names, its speed.
+    Then everything has its old bits again."""
+    layers = layers_of(model).values()
+    if any(layer.lora_A is None for layer in layers):
+        raise RuntimeError("the model is merged already: the difference would be added twice")
+    kept = [(layer, layer.weight.detach().clone(), layer.lora_A, layer.lora_B) for layer in layers]
+    try:
+        with torch.no_grad():
+            for layer, weight, a, b in kept:
+                layer.weight.copy_(weight.float() + layer.scale * (b.float() @ a.float()))
+                layer.lora_A = layer.lora_B = None
+        yield model
+    finally:
+        with torch.no_grad():
+            for layer, weight, a, b in kept:
+                layer.weight.copy_(weight)
+                layer.lora_A, layer.lora_B = a, b
+
+
+def save(folder, model, base):
+    """Writes A and B alone, some megabytes, as PEFT reads them: adapter_model.safetensors and adapter_config.json.
+    base: the folder or name of the model that they belong to."""
+    layers = layers_of(model)
+    first = next(iter(layers.values()))
+    tensors = {f"{PREFIX}{name}.{which}.weight": getattr(layer, which).detach().cpu().contiguous()
+               for name, layer in layers.items() for which in ("lora_A", "lora_B")}
+    rank = len(first.lora_A)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors.tmp", metadata={"format": "pt", "format_version": "1"})
+    (folder / "adapter_model.safetensors.tmp").replace(folder / "adapter_model.safetensors")
+    write_atomic(folder / "adapter_config.json", json_text({
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": rank,
+        "lora_alpha": first.scale * rank, "lora_dropout": first.dropout, "bias": "none", "inference_mode": True,
+        "target_modules": sorted({name.rpartition(".")[2] for name in layers})}))
+
+
+@torch.no_grad()
+def load(folder, model):
+    """Gives the model what `save` wrote, or PEFT did for these layers; -> the model. All that does not fit is told."""
+    folder = Path(folder)
+    try:
+        found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / "adapter_model.safetensors")
+        rank, alpha, targets = found["r"], found["lora_alpha"], tuple(found["target_modules"])
+        strange = [key for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save",
+                                   "layers_to_transform", "fan_in_fan_out") if found.get(key)]
+    except Exception as error:
+        refuse(f"{folder} holds no LoRA that can be read ({error}): expected adapter_config.json and "
+               "adapter_model.safetensors")
+    refuse(*(f"{folder}/adapter_config.json asks for {key} = {found[key]!r}, which is not done here" for key in strange),
+           *problems(rank, alpha, 0.0, targets))
+    layers = layers_of(add(model, rank, alpha, found.get("lora_dropout", 0.0), targets))
+    wanted = {f"{PREFIX}{name}.{which}.weight": getattr(layer, which)
+              for name, layer in layers.items() for which in ("lora_A", "lora_B")}
+    refuse(*(f"{folder}: {name} is missing" for name in sorted(wanted.keys() - tensors.keys())),
+           *(f"{folder}: the model has no place for {name}" for name in sorted(tensors.keys() - wanted.keys())),
+           *(f"{folder}: {name} is {tuple(tensors[name].shape)}, the model wants {tuple(wanted[name].shape)}"
+             for name in sorted(wanted.keys() & tensors.keys()) if tensors[name].shape != wanted[name].shape))
+    for name, parameter in wanted.items():
+        parameter.copy_(tensors[name])
+    return model
