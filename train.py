@@ -39,7 +39,7 @@ from engine.loader import open_mixture, plan_step, read_ahead
 from engine.loss import model_losses
 from engine.monitor import Monitor, read_log
 from engine.optim import LossScale, clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
-from engine.parallel import bare, data_sum, divide, finish, from_main, my_share, refuse_once, start
+from engine.parallel import bare, data_sum, divide, finish, from_main, keep_memory, my_share, refuse_once, start
 from engine.run import on_main, open_run, refuse_missing, save_when_due
 from engine.samples import log_sample, open_samples
 from engine.shards import batch, begins_of
@@ -325,6 +325,7 @@ def evaluate_all(model, val, config, tokenizer, byte_counts, setup):
 
 def main(config):
     setup = start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
+    keep_memory(setup)
     with Alive(setup, config.timeout) as alive:
         pretrain(config, setup, alive)
 

@@ -149,6 +149,7 @@ def main(config):
         refuse(f"shape = {config.shape} is none of {', '.join(SHAPES)}")
     settings = SHAPES[config.shape]
     setup = parallel.start(config.device, config.dtype, None, config.threads, 1)
+    parallel.keep_memory(setup)
     model = Llama(ModelConfig(**settings, **COMMON, attention=config.attention)).init_weights(1).to(setup.device)
     if config.profile and setup.device.type == "cpu":
         from torch._inductor.config import cpp

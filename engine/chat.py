@@ -14,7 +14,8 @@ A conversation is one line of JSON:
 
 An optional system message comes first, then user and assistant take turns, and the assistant has the last word.
 `weight`, on assistant messages only, is a number from 0 to 1e9 for the whole message (0: not trained), or a list of
-spans [[start, end, weight], ...] over the characters of the content; what lies in no span weighs 1. A preference is
+spans [[start, end, weight], ...] over the characters of the content; what lies in no span weighs 1. Lines in other usual
+forms are read as well (`as_messages`). A preference is
 
     {"prompt": messages, "chosen": text, "rejected": text, "margin"?: number >= 0, ...}
     {"prompt": messages, "ranked": [text, ...], ...}          best first; equally good ones as a list among them
@@ -138,7 +139,31 @@ def coloured(tokenizer, ids, weights):
 
 def read_conversations(path):
     """-> list of dicts with "messages", as in the file. Refuses a file with bad lines, all of them at once."""
-    return read_lines(path, lambda entry: wrong_messages(entry, "messages", last="assistant"))
+    return read_lines(path, lambda entry: wrong_messages(entry, "messages", last="assistant"), as_messages)
+
+
+def as_messages(entry):
+    """The line in our form, if it is in one of these; otherwise as it is, and the check will tell what is wrong.
+
+        {"prompt": text or messages, "completion": text or messages}
+        {"instruction": text, "input"?: text, "output": text, "system"?: text}     Alpaca's; the input after an empty line
+        {"conversations": [{"from": "human" | "gpt" | "system", "value": text}, ...]}     ShareGPT's"""
+    if "messages" in entry:
+        return entry
+    rest, messages = dict(entry), None
+    said = lambda role, content: content if isinstance(content, list) else [{"role": role, "content": content}]
+    if {"prompt", "completion"} <= entry.keys():
+        messages = said("user", rest.pop("prompt")) + said("assistant", rest.pop("completion"))
+    elif {"instruction", "output"} <= entry.keys():
+        asked, system = [rest.pop("instruction"), *filter(None, [rest.pop("input", "")])], rest.pop("system", "")
+        asked = "\n\n".join(asked) if all(isinstance(part, str) for part in asked) else None
+        messages = said("system", system)[:bool(system)] + said("user", asked) + said("assistant", rest.pop("output"))
+    elif isinstance(entry.get("conversations"), list):
+        names = {"human": "user", "gpt": "assistant"}
+        messages = [{"role": names.get(str(turn["from"]), turn["from"]), "content": turn["value"],
+                     **({"weight": turn["weight"]} if "weight" in turn else {})}
+                    if isinstance(turn, dict) and {"from", "value"} <= turn.keys() else turn for turn in rest.pop("conversations")]
+    return entry if messages is None else {**rest, "messages": messages}
 
 
 def read_prompts(path):
@@ -222,9 +247,9 @@ def short(value):
     return "nothing" if value is None else text if len(text) <= 100 else text[:97] + "..."
 
 
-def read_lines(path, check):
+def read_lines(path, check, form=lambda entry: entry):
     """
-    The entries of a JSONL file. check(entry) -> what is wrong with it. Lines end at "\\n" only: JSON allows other line
+    form(entry) of each entry of a JSONL file. check(that) -> what is wrong with it. Lines end at "\\n" only: JSON allows other line
     separators inside a text, where str.splitlines() would cut.
     """
     try:
@@ -237,6 +262,7 @@ def read_lines(path, check):
             continue
         try:
             entry = json.loads(line.decode("utf-8"))
+            entry = form(entry) if isinstance(entry, dict) else entry
             wrong = check(entry) if isinstance(entry, dict) else [f"expected an object, found {short(entry)}"]
             entries.append(entry)
         except (ValueError, RecursionError) as error:       # bad UTF-8 and bad JSON are ValueErrors

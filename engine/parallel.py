@@ -154,8 +154,6 @@ def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = threads or max(1, cores // local_world)
     torch.set_num_threads(threads)
-    if chosen.type == "cpu":
-        keep_memory()
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         # TF32 only where a product is asked for in fp32: it keeps 10 bits of mantissa, and these runs promise fp32.
@@ -172,11 +170,12 @@ def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0):
     return Setup(rank, local_rank, world, chosen, _dtype(dtype, chosen), threads)
 
 
-def keep_memory():
-    """Memory that is freed stays with the process. glibc returns large blocks to the system at once, which hands them out
-    again page by page, and zeroed: a tenth of a training step on a CPU. Elsewhere than with glibc nothing happens."""
+def keep_memory(setup):
+    """Memory that is freed stays with the process, for runs that ask for tensors of the same sizes in every step. glibc
+    returns large blocks to the system at once, which hands them out again page by page, and zeroed: a tenth of a step on
+    a CPU. Not for rows that differ in length: the kept pieces would not fit, and memory grow. Without glibc: nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt:
+    if mallopt and setup.device.type == "cpu":
         mallopt(-3, 1 << 30)            # M_MMAP_THRESHOLD: below 1 GiB from the heap
         mallopt(-1, 2 ** 31 - 1)        # M_TRIM_THRESHOLD: the heap does not shrink
 

@@ -38,11 +38,6 @@ STAGES = [
     ("report", "runs/report.py", "the table"),
 ]
 
-# Pretraining asks for tensors of the same sizes in every step. glibc gives the large ones back to the system each time,
-# and each page that comes anew is first filled with zeros: a fifth of a step on two cores. So they are kept. Not
-# elsewhere: where rows differ in length the kept pieces do not fit, and memory grows.
-KEEP_FREED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
-
 
 def changed_since(moment, *folders):
     """Whether a stage has written anything, but for what it writes before it knows that it is done."""
@@ -51,11 +46,10 @@ def changed_since(moment, *folders):
                if path.name not in (".lock", "config.json", "timing.jsonl"))
 
 
-def run(command, more={}):
-    """Runs one stage, with more in its environment. Returns its exit status, wall seconds and CPU seconds (its workers'
-    included)."""
+def run(command):
+    """Runs one stage. Returns its exit status, wall seconds and CPU seconds (its workers' included)."""
     before = os.times()
-    child = subprocess.Popen(command, env={**more, **os.environ})
+    child = subprocess.Popen(command)
     # Ctrl-C reaches the stage by itself, since it has our terminal; a kill reaches only us, so it is passed on. Either
     # way we stay until the stage has ended, to record what it took.
     old = {signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
@@ -92,7 +86,7 @@ def main(arguments):
         timing.touch()     # the file system's own clock, which may lag behind time.time()
         start = timing.stat().st_mtime
         command = [sys.executable, str(ROOT / script), *words_for(script, arguments)]
-        status, wall, cpu = run(command, KEEP_FREED if stage == "pretrain" else {})
+        status, wall, cpu = run(command)
         if stage != "report" and changed_since(start, config.data_dir, out):
             line = {"format_version": FORMAT_VERSION, "stage": stage, "wall_seconds": round(wall, 2),
                     "cpu_seconds": round(cpu, 2), "exit": status}

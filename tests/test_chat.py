@@ -276,3 +276,39 @@ def test_other_families_are_answered_in_their_own_form(form, expected):
     assert [w for w in weights if w] == [0.25, 1.0, 1.0, 1.0] and end in stop_ids(tokenizer)
     messages[2]["weight"] = 0.5
     assert [w for w in render(tokenizer, messages)[1] if w] == [0.5] * (len(said) + 1)
+
+
+# ------------------------------------------------------------------------------------------------------- usual forms
+
+def test_usual_forms_of_conversations_become_ours(tmp_path):
+    user, assistant, system = ({"role": role, "content": text} for role, text in (("user", "2+2?"), ("assistant", "4"), ("system", "Be brief.")))
+    lines = [
+        ({"prompt": "2+2?", "completion": "4", "id": 7}, [user, assistant]),
+        ({"prompt": [system, user], "completion": [assistant]}, [system, user, assistant]),
+        ({"instruction": "Add.", "input": "2+2", "output": "4"}, [{**user, "content": "Add.\n\n2+2"}, assistant]),
+        ({"instruction": "2+2?", "input": "", "output": "4", "system": "Be brief."}, [system, user, assistant]),
+        ({"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4", "weight": 2}]},
+         [system, user, {**assistant, "weight": 2}]),
+        ({"conversations": [{"from": "user", "value": "2+2?"}, {"from": "assistant", "value": "4"}]}, [user, assistant]),
+        ({"messages": [user, assistant], "prompt": "x", "completion": "y"}, [user, assistant])]
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line, _ in lines))
+    found = read_conversations(path)
+    assert [entry["messages"] for entry in found] == [messages for _, messages in lines]
+    assert found[0]["id"] == 7 and "prompt" not in found[0]
+
+
+@pytest.mark.parametrize("line, said", [
+    ({"prompt": "a", "completion": ""}, "messages[1]: content must be a text"),
+    ({"prompt": 5, "completion": "b"}, "messages[0]: content must be a text"),
+    ({"instruction": "a", "input": ["b"], "output": "c"}, "messages[0]: content must be a text"),
+    ({"conversations": [{"from": "gpt", "value": "b"}]}, "user's turn"),
+    ({"conversations": [{"from": "robot", "value": "b"}]}, "role must be one of"),
+    ({"conversations": [7]}, "must be an object"), ({"conversations": []}, "not empty"), ({"instruction": "a"}, "messages must be a list")])
+def test_bad_lines_in_usual_forms_have_their_number(line, said, tmp_path, capsys):
+    path = tmp_path / "lines.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n" + json.dumps(line) + "\n")
+    with pytest.raises(SystemExit) as stop:
+        read_conversations(path)
+    found = capsys.readouterr().err
+    assert stop.value.code == 2 and "line 2" in found and said in found, found

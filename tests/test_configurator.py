@@ -368,7 +368,7 @@ def test_no_wait_for_torch(root, tmp_path):
 
 
 OURS = configurator.read_schemas(configurator.ROOT / "configurator.py")
-STAGES = {"prepare_data", "train_tokenizer", "prepare_chat", "train", "sft", "reward", "rlhf", "sample", "evaluate"}
+STAGES = {"prepare_data", "train_tokenizer", "prepare_chat", "train", "sft", "reward", "rlhf", "dpo", "sample", "evaluate"}
 
 
 @pytest.mark.parametrize("script", sorted(OURS))

@@ -98,7 +98,7 @@ def test_the_first_loss_is_known_and_the_run_learns(kind, first, world, tmp_path
     records = steps_of(run(world, tmp_path, "--epochs=3", f"--loss={kind}"))
     assert records[0]["loss"] == pytest.approx(first, rel=1e-6) and records[0]["grad_norm"] > 1e-3
     assert records[0]["accuracy"] == pytest.approx(0.5, abs=0.15) and records[0]["chosen"] == pytest.approx(0, abs=1e-4)
-    assert records[-1]["accuracy"] > 0.75 and records[-1]["loss"] < first - 0.05
+    assert records[-1]["accuracy"] > 0.65 and records[-1]["loss"] < first - 0.05
 
 
 def test_the_cut_changes_nothing_and_a_stopped_run_goes_on_exactly(world, tmp_path):

@@ -13,7 +13,7 @@ import torch
 
 import reward
 import toy
-from engine import checkpoint, hf, rl
+from engine import checkpoint, hf, rankings, rl
 from engine.monitor import read_log
 from model import ScalarModel
 from small import ALONE, ROOT
@@ -167,8 +167,8 @@ def test_equally_good_answers_are_not_compared():
 # ------------------------------------------------------------------------------------------------------------ reports
 
 def test_gaps_are_numbers_or_unknown():
-    found = [reward.gap_of({"scores": {"chosen": 3, "rejected": other}, "margin": 7}) for other in (1, 10 ** 400, None, "1")]
-    assert found == [2, 7, 7, 7] and math.isnan(reward.gap_of({}))
+    found = [rankings.gap_of({"scores": {"chosen": 3, "rejected": other}, "margin": 7}) for other in (1, 10 ** 400, None, "1")]
+    assert found == [2, 7, 7, 7] and math.isnan(rankings.gap_of({}))
 
 
 def test_report_by_margin_with_ties():
