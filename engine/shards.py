@@ -29,15 +29,19 @@ from engine.files import publish, read_json, write_atomic, write_json
 # --------------------------------------------------------------------------------------------------------------------
 # Documents
 
-def read_documents(data_dir, split):
-    """Yield the documents (dicts with url, text, length, language, split, ...) of "train" or "val", in order."""
+def document_files(data_dir, split):
+    """The files of the documents of "train" or "val", in order."""
     audit = Path(data_dir) / "audit.json"
     if not audit.exists():
         refuse(f"there are no finished documents in {data_dir}/docs ({audit} is missing); "
                "make them with prepare_data.py and the same config files")
-    for entry in read_json(audit)["documents"]:
-        if entry["split"] == split:
-            yield from read_jsonl_zst(Path(data_dir) / entry["file"])
+    return [Path(data_dir) / entry["file"] for entry in read_json(audit)["documents"] if entry["split"] == split]
+
+
+def read_documents(data_dir, split):
+    """Yield the documents (dicts with url, text, length, language, split, ...) of "train" or "val", in order."""
+    for file in document_files(data_dir, split):
+        yield from read_jsonl_zst(file)
 
 
 def read_jsonl_zst(path):

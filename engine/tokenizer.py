@@ -7,22 +7,25 @@ A tokenizer is four things, and nothing else decides an id:
     pattern     a regular expression that cuts text into pieces; no token ever crosses a piece's border
     ranks       the byte strings of the ordinary tokens, in the order in which training made them; id = rank
     merges      which two tokens each of them was made of (only Hugging Face's file wants to know)
-    specials    names such as <|bos|> with ids behind the ranks; text never turns into one of them
+    specials    names such as <|bos|> with ids of their own; text never turns into one of them, unless the caller says so
 
 Encoding a piece: start from its single bytes, and as long as some neighbouring pair joins into a token, join the pair
-of lowest rank. tiktoken does that, at 18 MB/s; tests/test_tokenizer.py has it by hand, in ten lines.
+of lowest rank. `encode_by_hand` is that, to be read; tiktoken does the same work at 18 MB/s.
 
 `hash` is a sha256 over those contents. It is written beside every shard and checkpoint, so that ids are never read
 with another tokenizer than the one they were made with.
 """
 
 import base64
+import codecs
 import hashlib
+import heapq
 import json
 import re
 import unicodedata
 from pathlib import Path
 
+import numpy as np
 import regex
 import tiktoken
 from sentencepiece import SentencePieceProcessor
@@ -30,6 +33,7 @@ from sentencepiece import SentencePieceProcessor
 from configurator import refuse
 from engine import pieces
 from engine.files import read_json, write_atomic, write_json
+from engine.workers import in_parallel, text_batches
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
@@ -37,18 +41,33 @@ SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|
 # (mostly its space); digits in groups of at most three; punctuation with the line ends behind it; line ends; spaces,
 # of which the last is left for the word that follows. OpenAI's newer files write `\p{N}{1,3}+`: possessive for some
 # engines, but for the one inside Hugging Face's tokenizers "repeat the group", which gives other tokens. The plain
-# form means the same everywhere.
+# form means the same everywhere. SmolLM's files cut digits off first, each by itself, and then each stretch between
+# them as GPT-2 does; in one pattern that is to take a digit for the end of the text.
 PATTERNS = {
     "gpt4": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
             r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "qwen": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
             r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "smollm": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+",
+    "o200k": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+             r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+             r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+# What a rank file does not say, by its name's beginning: how text is cut, and the special tokens; the first one ends a text.
+RANK_FILES = {
+    "gpt2": ("gpt2", {"<|endoftext|>": 50256}),
+    "cl100k": ("gpt4", {"<|endoftext|>": 100257, "<|fim_prefix|>": 100258, "<|fim_middle|>": 100259,
+                        "<|fim_suffix|>": 100260, "<|endofprompt|>": 100276}),
+    "o200k": ("o200k", {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
+    "qwen": ("qwen", {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}),
 }
 
 # tiktoken's regex engine gives up (as a panic, which `except Exception` does not catch) at a million steps of
-# backtracking, and `\s+(?!\S)` takes one step for each character of a run of whitespace.
+# backtracking, and `\s+(?!\S)` takes one step for each character of a run of whitespace. So long a run fills four
+# places in a row of every (LONG_WHITESPACE // 4)th, which costs nothing to look at.
 LONG_WHITESPACE = 100_000
+FOUR_SPACES = re.compile(r"\s{4}")
 
 
 # The one printable character that stands for each byte in tokenizer.json, GPT-2's invention: bytes that print stand for
@@ -80,6 +99,22 @@ UNUSED = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suff
 SAMPLE = "".join(chr(i) + " a1" + chr(i) * 2 + "\n" for i in range(0x400))
 
 
+def wrong_pattern(pattern):
+    """What is wrong with a pattern that is to cut text. -> list of sentences"""
+    try:
+        cut = regex.compile(pattern)
+    except regex.error as error:
+        return [f"the pattern {pattern!r} is no regular expression: {error}"]
+    left = cut.sub("", SAMPLE)
+    reasons = {
+        "the pattern has a possessive count, like {1,3}+, which engines read differently":
+            re.search(r"\{\d*,?\d*\}\+", pattern),
+        f"the pattern passes over some characters, which would be lost: {''.join(dict.fromkeys(left))[:20]!r}": left,
+        "the pattern matches where nothing is": cut.fullmatch(""),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
 def bytes_to_chars(token):
     """b' the' -> 'Ġthe', the form in which tokenizer.json stores a token."""
     return "".join([BYTE_TO_CHAR[byte] for byte in token])
@@ -96,27 +131,70 @@ def valid_unicode(text):
     and a proper pair of surrogates by its character. JSON and broken web pages contain them.
     """
     try:
-        text.encode("utf-8")
+        if not text.isascii():
+            text.encode("utf-8")
         return text
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def encode_by_hand(tokenizer, text):
+    """
+    What Tokenizer.encode gives for a byte-level tokenizer, without tiktoken: to be read, and to test against.
+
+    Of all neighbours in a piece whose bytes together are a token, those are joined that make the token of lowest rank
+    (the leftmost of equals), again and again. A heap has the candidates, so that a piece of n bytes takes n log n steps
+    and not n * n: there are texts of a million letters without a space.
+    """
+    rank_of = {token: rank for rank, token in enumerate(tokenizer.ranks) if token}
+
+    def ids_of(piece):
+        if piece in rank_of:
+            return [rank_of[piece]]
+        end_of = list(range(1, len(piece) + 1))         # where the token that begins here ends; None: none begins here
+        before = list(range(-1, len(piece)))            # where the token begins that ends here
+        heap = []
+
+        def offer(left):
+            if left >= 0 and (middle := end_of[left]) < len(piece):
+                end = end_of[middle]
+                if (rank := rank_of.get(piece[left:end])) is not None:
+                    heapq.heappush(heap, (rank, left, middle, end))
+
+        for place in range(len(piece)):
+            offer(place)
+        while heap:
+            _, left, middle, end = heapq.heappop(heap)
+            if end_of[left] == middle and end_of[middle] == end:        # both are still there
+                end_of[left], end_of[middle], before[end] = end, None, left
+                offer(before[left])
+                offer(left)
+        ids, place = [], 0
+        while place < len(piece):
+            ids.append(rank_of[piece[place:end_of[place]]])
+            place = end_of[place]
+        return ids
+
+    return [id for piece in tokenizer.cut(tokenizer._normal(text)) for id in ids_of(piece)]
+
+
 class Tokenizer:
     """
-    ranks     list of bytes, the ordinary tokens in order of their ids
+    ranks     list of bytes, the ordinary tokens in order of their ids; b"" where a special has its id among them
     pattern   regular expression that cuts text into pieces
-    specials  dict name -> id (not inside the ranks)
+    specials  dict name -> id
     merges    list of (left id, right id) in the order of training; empty where it is not known
     roles     which special is 'bos', 'eos', 'pad' (a dict of names)
     words     dict name -> id of further tokens that are no specials: a text that has the name has the token (Qwen)
     nfc       whether text is brought into Unicode's normal form C first: decode(encode(text)) is that form of it
+    marker    whether a space is put before every text, as SentencePiece does, so that a word is the same token at the
+              beginning of a text and within; decode takes it away
     model     the content of a SentencePiece tokenizer.model, in place of a pattern; ranks are the bytes of its pieces
     """
 
-    def __init__(self, ranks, pattern, specials, merges=(), roles=None, words=None, nfc=False, model=None):
+    def __init__(self, ranks, pattern, specials, merges=(), roles=None, words=None, nfc=False, model=None, marker=False):
         self.ranks, self.pattern, self.specials, self.merges = ranks, pattern, specials, list(merges)
-        self.words, self.nfc, self.model = words or {}, nfc, model
+        self.words, self.nfc, self.model, self.marker = words or {}, nfc, model, marker
         self.roles = roles or {role: f"<|{role}|>" for role in ("bos", "eos", "pad")}
         self.vocab_size = max([len(ranks) - 1, *specials.values(), *self.words.values()]) + 1
         self.bos_id, self.eos_id, self.pad_id = (specials.get(self.roles[role]) for role in ("bos", "eos", "pad"))
@@ -125,21 +203,29 @@ class Tokenizer:
         self.token_bytes = ranks + [b""] * (self.vocab_size - len(ranks))
         for word, id in self.words.items():
             self.token_bytes[id] = word.encode()
-        longest_first = sorted(self.words, key=len, reverse=True)
-        self._words = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if words else None
+        self._words = _splitter(self.words) if words else None
         self._names = {id: name.encode() for name, id in specials.items()}
+        self.missing = b""      # bytes that are no tokens, and are passed over
         # The specials must be known to tiktoken (an Encoding without any is a quarter slower), but encode_ordinary, the
         # only entry that we use, never produces them.
         if model is None:
-            rank_of = {token: rank for rank, token in enumerate(ranks)}
+            rank_of = {token: rank for rank, token in enumerate(ranks) if token}
+            named = [*specials.items(), *self.words.items()]
+            refuse(*(f"the token {name!r} would have the id {id}, which {ranks[id]!r} has"
+                     for name, id in named if id < len(ranks) and ranks[id]),
+                   *(f"{name!r} is a special token and an ordinary one: of two ids for one text readers take either"
+                     for name in specials if name.encode() in rank_of),
+                   *(["two special tokens have one id"] if len({id for _, id in named}) < len(named) else []))
             self.engine = tiktoken.Encoding("teardown", pat_str=pattern, mergeable_ranks=rank_of,
                                             special_tokens=specials)
+            self.missing = bytes(byte for byte in range(256) if bytes([byte]) not in rank_of)
         else:
             self.engine = SentencePieceProcessor(model_proto=model)
         # What encode puts before every text, and decode takes away.
-        self.prefix = " " if model and self.engine.normalize("a") != "a" else ""
+        self.prefix = " " if marker or model and self.engine.normalize("a") != "a" else ""
         head = {"format": 1, "pattern": pattern, "specials": sorted(specials.items()),
-                "normalizer": "NFC" if nfc else None, **({"words": sorted(self.words.items())} if words else {})}
+                "normalizer": "NFC" if nfc else None, **({"words": sorted(self.words.items())} if words else {}),
+                **({"marker": True} if marker else {})}
         # With lengths: [b"ab"] is not [b"a", b"b"].
         parts = [json.dumps(head).encode(), *ranks, *([model] if model else [])]
         self.hash = hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts)).hexdigest()
@@ -150,33 +236,83 @@ class Tokenizer:
 
     # ---- text to ids
 
-    def encode(self, text):
+    def encode(self, text, bos=False, eos=False, allowed=()):
         """
-        -> list of int. Adds no BOS or EOS, and never makes a special token: "<|eos|>" in a text is seven ordinary
-        tokens. decode(encode(text)) is the text that `clean` gives; with SentencePiece, which writes it so, "\u2581"
-        comes back as a space.
+        -> list of int. BOS and EOS only when asked for. "<|eos|>" in a text is seven ordinary tokens, unless it is
+        among the names `allowed`, of which the longest one counts; what is between them is encoded as texts of their
+        own. decode(encode(text)) is the text that `clean` gives; with SentencePiece, which writes it so, "\u2581" comes
+        back as a space.
         """
-        if not self.words:
-            return self._encode(self.clean(text))
-        return [id for part in self._words.split(self.clean(text))
-                for id in ([self.words[part]] if part in self.words else self._encode(part))]
+        if unknown := {*allowed} - self.specials.keys():
+            raise ValueError(f"no special tokens: {sorted(unknown)}; there are {', '.join(self.specials)}")
+        if bos and self.bos_id is None or eos and self.eos_id is None:
+            raise ValueError("BOS or EOS was asked for, but this tokenizer has none")
+        ids = [self.bos_id] if bos else []
+        for part in _splitter(allowed).split(text) if allowed else [text]:
+            if part in allowed:
+                ids.append(self.specials[part])
+            elif self.words:
+                for span in self._words.split(self._normal(part)):
+                    ids += [self.words[span]] if span in self.words else self._encode(span)
+            else:
+                ids += self._encode(self._normal(part))
+        return ids + [self.eos_id] if eos else ids
 
-    def clean(self, text):
-        """The text that encode reads: with lone surrogates as U+FFFD and, where the tokenizer wants it, in NFC."""
+    def encode_batch(self, texts, workers=1):
+        """Yields the ids of each text, in order, as arrays of uint32, which is faster than lists; the same ids as encode's.
+        `texts` may be endless: of what waits no more than a few megabytes for each worker are in memory."""
+        for arrays in in_parallel(self._encode_arrays, text_batches(texts, 1 << 20 if workers > 1 else 1), workers):
+            yield from arrays
+
+    def _encode_arrays(self, texts):
+        arrays = []
+        for text in map(valid_unicode, texts):
+            if self.model or self.words or self.nfc or self.missing or self._long_whitespace(text):
+                arrays.append(np.array(self.encode(text), np.uint32))
+            else:
+                arrays.append(self.engine.encode_to_numpy(self.prefix + text if text else "", disallowed_special=()))
+        return arrays
+
+    def encode_bytes(self, data):
+        """The ids of any bytes, UTF-8 or not, which decode_bytes gives back (with the prefix). Where there is a model or a
+        normal form, which are about characters, what is not UTF-8 becomes U+FFFD first."""
+        text = data.decode("utf-8", "surrogateescape")
+        if valid_unicode(text) is text or self.model or self.nfc or self.words:
+            return self.encode(data.decode("utf-8", "replace"))
+        if self._long_whitespace(text):
+            return [id for piece in self.cut(text) for id in self.engine._encode_single_piece(piece)]
+        return self.engine._encode_bytes(self.prefix.encode() + data.translate(None, self.missing))
+
+    def _normal(self, text):
         text = valid_unicode(text)
         if not self.nfc or unicodedata.is_normalized("NFC", text):
             return text
         parts = self._words.split(text) if self.words else [text]      # no accent reaches over a word's border
         return "".join(unicodedata.normalize("NFC", part) for part in parts)
 
+    def clean(self, text):
+        """The text that encode reads: with lone surrogates as U+FFFD; where the tokenizer wants it, in NFC; and without
+        the bytes that it has no tokens for, if there are any."""
+        text = self._normal(text)
+        return text.encode().translate(None, self.missing).decode("utf-8", "replace") if self.missing else text
+
+    def cut(self, text):
+        """The pieces of a text, as bytes; by another regex engine than tiktoken's, which gives up on some texts."""
+        pieces = regex.finditer(self.pattern, self.prefix + text if text else "")
+        pieces = (piece[0].encode("utf-8", "surrogateescape").translate(None, self.missing) for piece in pieces)
+        return [piece for piece in pieces if piece]
+
     def _encode(self, text):
         if self.model:
             return self.engine.encode(text)
-        if len(text) >= LONG_WHITESPACE and max(map(len, re.findall(r"\s+", text)), default=0) >= LONG_WHITESPACE:
-            # The slow way round (see LONG_WHITESPACE): another regex engine cuts, tiktoken still merges.
-            cut = regex.findall(self.pattern, text)
-            return [id for piece in cut for id in self.engine._encode_single_piece(piece)]
-        return self.engine.encode_ordinary(text)
+        if self._long_whitespace(text) or self.missing and self.clean(text) != text:
+            return [id for piece in self.cut(text) for id in self.engine._encode_single_piece(piece)]
+        return self.engine.encode_ordinary(self.prefix + text if text else "")
+
+    def _long_whitespace(self, text):
+        """Whether tiktoken could give up on it (see LONG_WHITESPACE)."""
+        return (len(text) >= LONG_WHITESPACE and FOUR_SPACES.search(text[::max(1, LONG_WHITESPACE // 4)])
+                and max(map(len, re.findall(r"\s+", text))) >= LONG_WHITESPACE)
 
     # ---- ids to text
 
@@ -192,6 +328,24 @@ class Tokenizer:
         so what encode has put before it is taken away."""
         text = self.decode_bytes(ids, skip_special).decode("utf-8", "replace")
         return text.removeprefix(self.prefix) if begins else text
+
+    def decode_stream(self, ids, skip_special=True, begins=True):
+        """Yields text as ids come, whole characters only (a token may be half of one, or end in the middle of one)."""
+        utf8, prefix = codecs.getincrementaldecoder("utf-8")("replace"), self.prefix if begins else ""
+        for id in ids:
+            if text := utf8.decode(self.decode_bytes([id], skip_special)):
+                yield text.removeprefix(prefix)
+                prefix = ""
+        yield utf8.decode(b"", final=True)
+
+    def offsets(self, ids):
+        """(decode(ids), for each id the place in it of the character in which its bytes begin)."""
+        places, characters = [], -len(self.prefix)
+        for id in map(int, ids):
+            data = self.decode_bytes([id])
+            places.append(max(0, characters - (0x80 <= (data or b" ")[0] < 0xC0)))
+            characters += sum(not 0x80 <= byte < 0xC0 for byte in data)
+        return self.decode(ids), places
 
     # ---- files
 
@@ -224,7 +378,10 @@ class Tokenizer:
             write_atomic(Path(folder) / name, content)
         if self.files:
             return
-        chars = [bytes_to_chars(token) for token in self.ranks]
+        name_of = {id: name for name, id in self.specials.items()}
+        chars = [bytes_to_chars(token) if token else name_of[rank] for rank, token in enumerate(self.ranks)]
+        made = sum(len(token) > 1 for token in self.ranks)
+        merges = self.merges or every_split(self.ranks)
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         added = sorted({**self.specials, **self.words}.items(), key=lambda item: item[1])
         # No format_version of ours: tokenizers refuses the file when it meets an unknown key.
@@ -232,17 +389,18 @@ class Tokenizer:
             "version": "1.0", "truncation": None, "padding": None,
             "added_tokens": [{"id": id, "content": name, **flags, "special": name in self.specials}
                              for name, id in added],
-            "normalizer": {"type": "NFC"} if self.nfc else None,
+            "normalizer": {"type": "NFC"} if self.nfc else PREPENDED if self.marker else None,
             "pre_tokenizer": _pre_tokenizer(self.pattern),
             "post_processor": None,
-            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            "decoder": {"type": "Sequence", "decoders": [BYTE_LEVEL, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}
+            if self.marker else BYTE_LEVEL,
             "model": {
                 "type": "BPE", **dict.fromkeys(UNUSED), "fuse_unk": False, "byte_fallback": False,
                 # Training leaves one merge for each token. With fewer or more of them (a foreign vocabulary may list
                 # every way to make a token) a piece that is a token must be looked up before anything is merged.
-                "ignore_merges": len(self.merges) != len(self.ranks) - 256,
+                "ignore_merges": len(merges) != made,
                 "vocab": {token: rank for rank, token in enumerate(chars)},
-                "merges": [f"{chars[left]} {chars[right]}" for left, right in self.merges],
+                "merges": [f"{chars[left]} {chars[right]}" for left, right in merges],
             },
         }
         write_atomic(Path(folder) / "tokenizer.json", json.dumps(content, ensure_ascii=False, indent=1) + "\n")
@@ -257,8 +415,22 @@ class Tokenizer:
 
     def save_ranks(self, file):
         """tiktoken's form: one line a token, its bytes in base64 and its rank. Knows neither pattern nor specials."""
-        lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(self.ranks)]
+        lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(self.ranks) if token]
         write_atomic(file, b"".join(lines))
+
+
+def every_split(ranks):
+    """The merges of a vocabulary of which only the ranks are known: for each token every pair of tokens that makes it.
+    (Some have none that lower ranks alone would join: Llama 3's ".:.:" needs the whole piece to be looked up.)"""
+    rank_of = {token: rank for rank, token in enumerate(ranks) if token}
+    return [pair for token in ranks if len(token) > 1 for pair in sorted(
+        (rank_of[token[:i]], rank_of[token[i:]]) for i in range(1, len(token))
+        if token[:i] in rank_of and token[i:] in rank_of)]
+
+
+def _splitter(names):
+    """Finds these names in a text, the longest first; its split() leaves them in between."""
+    return re.compile("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")")
 
 
 def find_tokenizer(folder):
@@ -266,11 +438,21 @@ def find_tokenizer(folder):
     return next((Path(folder) / name for name in SOURCES if (Path(folder) / name).is_file()), None)
 
 
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+PREPENDED = {"type": "Prepend", "prepend": " "}
+
+
 def _pre_tokenizer(pattern):
     return {"type": "Sequence", "pretokenizers": [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        {**BYTE_LEVEL, "add_prefix_space": False, "use_regex": False},
     ]}
+
+
+# How GPT-2's and SmolLM's files say their patterns.
+AS_GPT2 = {**BYTE_LEVEL, "add_prefix_space": False}
+OTHER_FORMS = {"gpt2": AS_GPT2, "smollm": {"type": "Sequence", "pretokenizers": [
+    {"type": "Digits", "individual_digits": True}, AS_GPT2]}}
 
 
 def _from_json(file):
@@ -281,30 +463,33 @@ def _from_json(file):
             content, reasons = pieces.written(data)
             added = {token["content"]: token["id"] for token in data["added_tokens"]}
             return _from_pieces(file, content, reasons, added)
-        model, vocab, added = data["model"], data["model"]["vocab"], data.get("added_tokens", [])
-        pattern = data["pre_tokenizer"].get("pretokenizers", [{}])[0].get("pattern", {}).get("Regex", "")
-        for step in data["pre_tokenizer"].get("pretokenizers", []):
+        model, vocab, added = data["model"], data["model"]["vocab"], data.get("added_tokens") or []
+        cut = data["pre_tokenizer"]
+        for step in [cut, *cut.get("pretokenizers", [])]:
             step.update({"trim_offsets": True} if "trim_offsets" in step else {})      # not about ids
+        pattern = cut.get("pretokenizers", [{}])[0].get("pattern", {}).get("Regex", "")
+        pattern = next((PATTERNS[name] for name, form in OTHER_FORMS.items() if cut == form), pattern)
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
         made = [vocab[left + right] for left, right in pairs]
-        ids = [*vocab.values(), *(token["id"] for token in added)]
-        ranks = [chars_to_bytes(token) for token in sorted(vocab, key=vocab.get)]
+        own = {token["content"]: token["id"] for token in added}        # these may stand in the vocabulary as well
+        ids = [*(id for name, id in vocab.items() if own.get(name) != id), *(token["id"] for token in added)]
+        ranks = [b"" if own.get(token) == vocab[token] else chars_to_bytes(token) for token in sorted(vocab, key=vocab.get)]
+        missing = {*range(256)} - {token[0] for token in ranks if len(token) == 1}
         reasons = {
             f"the model is {model.get('type')}, not BPE": model.get("type", "BPE") != "BPE",
-            "text is changed first, and not into NFC": data.get("normalizer") not in (None, {"type": "NFC"}),
+            "text is changed first, and not into NFC": data.get("normalizer") not in (None, {"type": "NFC"}, PREPENDED),
             "the model has unknown tokens, affixes or dropout": any(model.get(key) for key in UNUSED),
             "the pre_tokenizer is not Split(Regex, Isolated) and ByteLevel without prefix space":
-                data["pre_tokenizer"] != _pre_tokenizer(pattern),
-            "the pattern has a possessive count, like {1,3}+, which engines read differently":
-                re.search(r"\{\d*,?\d*\}\+", pattern),
-            "the pattern passes over some characters, which would be lost": regex.sub(pattern, "", SAMPLE),
+                cut != _pre_tokenizer(pattern) and cut not in OTHER_FORMS.values(),
+            **dict.fromkeys(wrong_pattern(pattern), True),
             "there are added tokens that are matched in ordinary text in a way of their own":
                 any(not token["special"] and any(token.get(flag) for flag in FLAGS) for token in added),
             "two tokens have one id": len(set(ids)) < len(ids),
             "the vocabulary's ids are not 0, 1, 2, ... without a gap": max(vocab.values()) >= len(vocab),
-            "not all of the 256 bytes are tokens": sum(len(token) == 1 for token in ranks) < 256,
-            "the merges do not make the tokens behind the 256 bytes one by one, in their order":
-                not model.get("ignore_merges") and made != list(range(256, len(vocab))),
+            # What no tokens are for is left out of a text. Of control characters and rare scripts one may bear that.
+            "not all of the 256 bytes are tokens": missing & {*b"\t\n\r", *range(32, 127), *range(0x80, 0xC0)},
+            "the merges do not make the other tokens one by one, in their order": not model.get("ignore_merges")
+                and made != [rank for rank, token in enumerate(ranks) if len(token) > 1],
         }
         merges = [(vocab[left], vocab[right]) for left, right in pairs]
         specials, words = ({token["content"]: token["id"] for token in added if token["special"] is special}
@@ -313,7 +498,9 @@ def _from_json(file):
         refuse(f"{file} is not the whole tokenizer.json of a byte-level BPE ({type(error).__name__}: {error}).")
     if wrong := [reason for reason, holds in reasons.items() if holds]:
         refuse(*(f"{file}: {reason}. Its tokens could not be reproduced exactly." for reason in wrong))
-    return Tokenizer(ranks, pattern, specials, merges, _roles(file), words, nfc=data.get("normalizer") is not None)
+    normalizer = data.get("normalizer")
+    return Tokenizer(ranks, pattern, specials, merges, _roles(file), words, nfc=normalizer == {"type": "NFC"},
+                     marker=normalizer == PREPENDED)
 
 
 def _roles(file, **defaults):
@@ -357,9 +544,9 @@ def _from_rank_file(path):
     A vocabulary to compare with: GPT-2's vocab.bpe (one merge a line, behind the 256 bytes) or tiktoken's lines of
     base64 and rank. Such a file says neither its pattern nor its special tokens, so both come from its name.
     """
-    pattern = {"gpt2": "gpt2", "cl100k": "gpt4", "qwen": "qwen"}.get(re.split(r"[_.]", path.name)[0])
+    pattern, specials = RANK_FILES.get(re.split(r"[_.]", path.name)[0], (None, None))
     if pattern is None:
-        refuse(f"{path}: a rank file does not say how text is cut; known by their names are gpt2, cl100k and qwen.")
+        refuse(f"{path}: a rank file does not say how text is cut; known by their names are {', '.join(RANK_FILES)}.")
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -380,5 +567,5 @@ def _from_rank_file(path):
         ranks[token] = len(ranks)
     if sum(len(token) == 1 for token in ranks) < 256:
         refuse(f"{path}: not all of the 256 bytes are tokens, so there is text that it could not encode.")
-    return Tokenizer(list(ranks), PATTERNS[pattern], {"<|endoftext|>": len(ranks)},
-                     roles={"bos": None, "eos": "<|endoftext|>", "pad": None})
+    specials = {name: id for name, id in specials.items() if id >= len(ranks)}
+    return Tokenizer(list(ranks), PATTERNS[pattern], specials, roles={"bos": None, "eos": "<|endoftext|>", "pad": None})
