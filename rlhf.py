@@ -27,6 +27,9 @@ Writes  out_dir/ppo/step_N/         the policy, a Hugging Face folder
         out_dir/ppo/log.jsonl       per update: score, gold, kl, stop_rate, length, entropy, clipfrac, approx_kl, ...
         out_dir/ppo/result.json     the same before and after, on prompts that it was not trained on, and the bounds
 
+With --group=8 the same without a critic, GRPO (Shao et al. 2024, arXiv 2402.03300): each prompt is answered 8 times, an
+answer's advantage is by how much it is better than the other 7, and the divergence from the reference is in the loss.
+
 `gold` is the score of the rule that the preferences came from. Only the demonstration has one. It is never trained on:
 it is there to see whether the policy got better or only found what the reward model falls for.
 
@@ -75,6 +78,9 @@ max_new_tokens = 64            # longest answer
 temperature = 1.0              # of sampling, and therefore of every log-probability
 top_k = 0                      # only 0: all of the distribution is sampled from, since all of it is scored
 top_p = 1.0                    # only 1.0, for the same reason
+group = 0                      # 0: PPO. From 2: GRPO, so many answers to each prompt, compared with each other
+group_deviation = True         # GRPO: advantages are divided by the group's deviation; False: Dr. GRPO
+aggregation = "token"          # GRPO: how tokens count in the loss, 'token', 'sequence' or 'constant', see engine/rl.py
 epochs = 2                     # passes over the answers of an update
 minibatches = 2                # optimiser steps per pass
 micro_batch_size = 64          # answers at once on one device
@@ -177,7 +183,7 @@ def judge(policy, reference, value, reward, batch, config, setup):
         with setup.autocast():
             old, entropies = answer_logprobs(policy, batch, rows, config, with_entropy=True)
             parts.append((answer_scores(reward, batch, rows), old, answer_logprobs(reference, batch, rows, config),
-                          answer_values(value, batch, rows), entropies))
+                          answer_values(value, batch, rows) if value else torch.zeros_like(old), entropies))
     return tuple(torch.cat(column) for column in zip(*parts))
 
 
@@ -197,7 +203,8 @@ def improve(policy, value, optimizers, batch, old, update, config, setup, check=
     they were when the answers were sampled. -> dict of means, and first_ratio: the largest |log ratio| before any step.
 
     policy and value are two networks with two optimisers and two clipped gradients: no coefficient has to balance them,
-    and a critic that is far off can not take the policy's share of the norm."""
+    and a critic that is far off can not take the policy's share of the norm. value: None in GRPO."""
+    networks = [network for network in (policy, value) if network]
     generator = torch.Generator().manual_seed(seed_of(config.seed, "minibatches", update, setup.rank))
     sums = torch.zeros(5, device=batch.ids.device)        # policy loss, value loss, approx_kl, clipped, tokens
     steps, first_ratio, stopped = 0, 0.0, False
@@ -209,17 +216,24 @@ def improve(policy, value, optimizers, batch, old, update, config, setup, check=
         here = torch.zeros(4, device=batch.ids.device)
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
-        for micro in accumulate(rows.split(config.micro_batch_size), policy, value):
+        for micro in accumulate(rows.split(config.micro_batch_size), *networks):
             mask, before = batch.answer[micro], old["logprobs"][micro]
             with setup.autocast():
                 new = answer_logprobs(policy, batch, micro, config)
                 loss = rl.policy_loss(new, before, old["advantages"][micro], config.clip_range)
-                loss = rl.masked_sum(loss, mask)
-                (loss * setup.world / count).backward()                 # DDP averages over ranks: hence * world
-                values = answer_values(value, batch, micro)
-                error = rl.value_loss(values, old["values"][micro], old["returns"][micro], config.value_clip_range)
-                error = rl.masked_sum(error, mask)
-                (error * setup.world / count).backward()
+                error = torch.zeros((), device=loss.device)
+                if value:
+                    loss = rl.masked_sum(loss, mask)
+                    (loss * setup.world / count).backward()             # DDP averages over ranks: hence * world
+                    values = answer_values(value, batch, micro)
+                    error = rl.value_loss(values, old["values"][micro], old["returns"][micro], config.value_clip_range)
+                    error = rl.masked_sum(error, mask)
+                    (error * setup.world / count).backward()
+                else:
+                    loss = loss + old["kl_coef"] * rl.kl_loss(new, old["ref_logprobs"][micro])
+                    weights = rl.token_weights(mask, config.aggregation, count, len(rows) * setup.world, config.max_new_tokens)
+                    loss = rl.masked_sum(loss * weights, mask) * count         # as a sum over tokens, like the others
+                    (loss * setup.world / count).backward()
             with torch.no_grad():
                 moved = rl.masked_sum(rl.approx_kl(new, before), mask)
                 clipped = rl.masked_sum(rl.clipped(new, before, config.clip_range), mask)
@@ -234,7 +248,7 @@ def improve(policy, value, optimizers, batch, old, update, config, setup, check=
         # the weights without any gradient.
         if stopped := bool(config.max_approx_kl and here[2] / count > config.max_approx_kl):
             break
-        norms = [clip(network.parameters(), config.grad_clip).item() for network in (policy, value)]
+        norms = [clip(network.parameters(), config.grad_clip).item() for network in networks]
         if not math.isfinite(sum(norms)):
             refuse_once(setup, f"update {update}: the gradients' norms are {norms}: nothing that could be learned "
                         "from. The last checkpoint is as it was; lower --learning_rate, or use --dtype=fp32")
@@ -314,7 +328,7 @@ def padding_gaps(policy, value, reward, batch, config, setup, extra=5):
     rows = torch.arange(min(4, len(batch.ids)), device=batch.ids.device)
     padded = replace(batch, ids=pad(batch.ids, (extra, 0)), mask=pad(batch.mask, (extra, 0)))
     with setup.autocast():
-        found = [(answer_logprobs(policy, version, rows, config), answer_values(value, version, rows),
+        found = [(answer_logprobs(policy, version, rows, config), answer_values(value or reward, version, rows),
                   answer_scores(reward, version, rows)) for version in (batch, padded)]
     masks = {"log-probabilities": batch.answer[rows], "values": batch.answer[rows], "scores": rows >= 0}
     return {name: rl.largest(a - b, mask) for (name, mask), a, b in zip(masks.items(), *found)}
@@ -412,6 +426,11 @@ def problems_of(config, setup):
     if config.episodes < 1 or config.episodes % (setup.world * max(1, config.minibatches)):
         found.append(f"episodes = {config.episodes} can not be shared by {setup.world} processes and "
                      f"{config.minibatches} minibatches")
+    if config.group == 1 or config.group < 0 or config.episodes % max(1, config.group * setup.world):
+        found.append(f"group must be 0 (PPO) or from 2 on, and {setup.world} processes with whole groups must make up "
+                     f"episodes = {config.episodes}; found {config.group}")
+    if config.aggregation not in ("token", "sequence", "constant"):
+        found.append(f"aggregation must be 'token', 'sequence' or 'constant', found {config.aggregation!r}")
     found += config.below_one("updates", "epochs", "minibatches", "max_new_tokens", "micro_batch_size", "log_every",
                               "kl_horizon")
     found += config.outside(temperature=(0.01,), gamma=(0, 1), lam=(0, 1), clip_range=(0,), value_clip_range=(0,),
@@ -471,19 +490,20 @@ def main(config):
     policy.to(setup.device).eval()
     reward.to(setup.device).eval().requires_grad_(False)
     reference = copy.deepcopy(policy).requires_grad_(False)
-    value = critic_from(reward)
-    size = policy.n_params()
-    setup.say(f"ppo: four networks of {size:,} parameters, {size * (2 * 16 + 2 * 4) / 2**20:,.0f} MiB: policy and "
-              "critic with gradients and Adam's moments, reference and reward frozen; "
-              f"on {setup.device}, {setup.dtype}\n"
+    value = None if config.group else critic_from(reward)
+    size, learners = policy.n_params(), 1 if config.group else 2
+    setup.say(f"ppo: {learners + 2} networks of {size:,} parameters, {size * (learners * 16 + 2 * 4) / 2**20:,.0f} MiB: "
+              f"policy{'' if config.group else ' and critic'} with gradients and Adam's moments, reference and reward "
+              f"frozen; on {setup.device}, {setup.dtype}\n"
               f"ppo: {len(prompts):,} prompts ({long} too long), {len(held_out)} held out; {config.updates} updates of "
               f"{config.episodes} answers, {config.epochs} epochs of {config.minibatches} minibatches")
 
     # Adam's eps: with the usual 1e-8, parameters whose gradients are next to nothing take steps of full size.
     modules, peaks = {"policy": policy, "value": value}, (config.learning_rate, config.value_learning_rate)
+    modules = {name: module for name, module in modules.items() if module}
     moments = {name: adamw(modules[name], peak, config.weight_decay, eps=1e-5) for name, peak in zip(modules, peaks)}
     optimizers = list(moments.values())
-    trained = wrap(policy, setup), wrap(value, setup)     # gradients pass through these, or the ranks would drift apart
+    trained = wrap(policy, setup), value and wrap(value, setup)     # gradients pass through these, or the ranks would drift apart
 
     # Where it starts from: a checkpoint of this run, or the held-out numbers of the starting model.
     state = checkpoint.resume(run, modules, moments, setup) or {"step": 0}
@@ -495,12 +515,13 @@ def main(config):
 
     for update in range(first, config.updates):
         began = time.perf_counter()
-        lr, _ = [set_lr(optimizer, lr_at(update, config.updates + 1, peak, 0, "linear", final=0.0))
+        lr, *_ = [set_lr(optimizer, lr_at(update, config.updates + 1, peak, 0, "linear", final=0.0))
                  for optimizer, peak in zip(optimizers, peaks)]
 
         # 1. Roll out. Each rank answers other prompts.
-        order = step_blocks(update, config.episodes, len(prompts), config.seed)[setup.rank::setup.world]
-        asked = [prompts[i] for i in order]
+        times = max(1, config.group)
+        order = step_blocks(update, config.episodes // times, len(prompts), config.seed)[setup.rank::setup.world]
+        asked = [prompts[i] for i in order for _ in range(times)]
         seed = seed_of(config.seed, "rollout", update, setup.rank)
         batch = roll_out(policy, [prompt["ids"] for prompt in asked], tokenizer, config, seed, setup)
         rolled_out = time.perf_counter()
@@ -517,6 +538,9 @@ def main(config):
         # 4. Advantages. The critic learns returns as they are; the policy gets advantages whitened over all ranks.
         advantages, returns = rl.gae(rewards, values, batch.answer, config.gamma, config.lam)
         whitened = rl.whiten(advantages, batch.answer, total=total)
+        if config.group:
+            better = rl.group_advantages(penalised, config.group, config.group_deviation)
+            whitened = torch.where(batch.answer, better[:, None], 0.0)
         scored = time.perf_counter()
 
         # 5. Self-check, before anything is learned.
@@ -525,7 +549,8 @@ def main(config):
             self_check(policy, reference, value, reward, batch, judged, config, setup, fresh=update == 0)
 
         # 6. Improve.
-        before = {"logprobs": old, "values": values, "advantages": whitened, "returns": returns}
+        before = {"logprobs": old, "values": values, "advantages": whitened, "returns": returns, "ref_logprobs": ref,
+                  "kl_coef": kl_coef}
         learned = improve(*trained, optimizers, batch, before, update, config, setup, check)
 
         # 7. Log, adapt, save.

@@ -99,6 +99,22 @@ def gae(rewards, values, mask, gamma=1.0, lam=0.95):
     return advantages, advantages + values
 
 
+def group_advantages(scores, size, by_deviation=True):
+    """GRPO (Shao et al. 2024, arXiv 2402.03300): an answer is as good as it is better than the others to its prompt; so
+    no critic is needed. scores (B,), `size` answers to a prompt one after the other -> (B,), each group's sum 0.
+
+    by_deviation: divided by the group's deviation + 1e-4. A group in which all are equally good then learns nothing,
+    and one that differs by a hair as much as one that differs by much; without, as in Dr. GRPO (Liu et al. 2025,
+    2503.20783), it learns as much as there is to gain."""
+    groups = scores.view(-1, size)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if by_deviation:
+        advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
+    # Of equal scores the mean may be off by a rounding: that is no advantage.
+    equal = (groups == groups[:, :1]).all(1, keepdim=True)
+    return torch.where(equal, 0.0, advantages).flatten()
+
+
 # ------------------------------------------------------------------------------------------------------------ losses
 
 def policy_loss(logprobs, old_logprobs, advantages, clip):
@@ -125,6 +141,27 @@ def ranking_loss(chosen, rejected, margin=None, centring=0.0):
     Only differences matter, so scores may drift off together; centring > 0 adds centring * (chosen + rejected)^2."""
     difference = chosen - rejected if margin is None else chosen - rejected - margin
     return -F.logsigmoid(difference) + centring * (chosen + rejected).square()
+
+
+def kl_loss(logprobs, ref_logprobs):
+    """(B, R) ref / policy - 1 - log(ref / policy), the estimator called k3: an unbiased one of KL(policy || reference)
+    that is never negative (Schulman, joschu.net/blog/kl-approx.html). GRPO has it in the loss. At the start it is 0 and
+    so is its gradient."""
+    ratio = (ref_logprobs - logprobs).clamp(-20, 20)
+    return ratio.exp() - 1 - ratio
+
+
+def token_weights(mask, kind, tokens, answers, longest):
+    """What each token's loss is multiplied by in the sum over an optimiser step, (B, R). tokens, answers: how many there
+    are in the whole step, on all ranks; longest: the limit of an answer's length.
+
+    'token'     1 / tokens: all alike (DAPO, Yu et al. 2025, arXiv 2503.14476; PPO too)
+    'sequence'  each answer alike, its tokens share that: a long bad answer is punished less per token than a short one,
+                so wrong answers become longer (GRPO as published)
+    'constant'  1 / (answers longest): all alike, and a step of short answers is a smaller step (Dr. GRPO)"""
+    weight = {"token": 1 / tokens, "constant": torch.ones((), device=mask.device) / (answers * longest),
+              "sequence": 1 / (answers * mask.sum(1, keepdim=True).clamp(min=1))}[kind]
+    return torch.where(mask, weight, 0.0)
 
 
 def dpo_loss(chosen, rejected, beta, kind="dpo", smoothing=0.0):
