@@ -4,6 +4,7 @@ What test_parallel.py runs in several processes: a small model trained in one la
     torchrun --nproc_per_node=N tests/layouts.py steps FOLDER NAME,NAME,...      see `steps`
     torchrun --nproc_per_node=N tests/layouts.py runs FOLDER NAME,NAME,...       train.py itself, see `runs`
 """
+import contextlib
 import hashlib
 import sys
 from dataclasses import replace
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import train as script
 from configurator import configure
 from engine import checkpoint, parallel
-from engine.layout import build, join, local, whole, wrapped
+from engine.layout import Met, build, join, whole, wrapped
 from engine.optim import LossScale, clip, optimizers_of
 from engine.parallel import divide
 from model import Llama, ModelConfig
@@ -36,9 +37,8 @@ LAYOUTS = {                                             # name: (processes, keys
     "ddp 3": (3, {}), "zero1 3": (3, dict(FSDP, zero=1)), "zero2 3": (3, dict(FSDP, zero=2)), "zero3 3": (3, FSDP),
     "pp3": (3, dict(pp=3)),
     "hsdp2": (4, dict(FSDP, hsdp=2)), "zero3 tp2": (4, dict(FSDP, tp=2)), "ddp tp2": (4, dict(tp=2)),
-    "zero3 pp2": (4, dict(FSDP, pp=2)), "zero1 pp2": (4, dict(FSDP, pp=2, zero=1)), "zero2 pp2": (4, dict(FSDP, pp=2, zero=2)),
-    "tp2 pp2": (4, dict(tp=2, pp=2)),
-    "dp2 tp2 pp2": (8, dict(FSDP, tp=2, pp=2)),
+    "zero3 pp2": (4, dict(FSDP, pp=2)), "zero1 pp2": (4, dict(FSDP, pp=2, zero=1)),
+    "dp2 tp2 pp2": (8, dict(FSDP, tp=2, pp=2)), "hsdp2 pp2 zero2": (8, dict(FSDP, pp=2, zero=2, hsdp=2, micro_batch_size=1)),
 }
 SHAPE = ("--n_layer=4 --n_head=4 --n_kv_head=2 --n_embd=32 --n_inner=64 --block_size=16 --batch_tokens=384 --vocab_size=264 "
          "--micro_batch_size=2 --tie_embeddings=False --recompute=full --device=cpu --dtype=fp32 --compile=False --threads=1").split()
@@ -63,9 +63,11 @@ def digest(model, optimizers):
     return {name: hashlib.sha256(whole(t).contiguous().numpy().tobytes()).hexdigest() for name, t in tensors.items()}
 
 
-def steps(config, setup, count=5):
+def steps(config, setup, count=5, overflow=None):
     """Losses and gradient norms of the first steps; initial weights, and the first gradients before and after clipping,
-    whole and by name."""
+    whole and by name; how often the ranks met in the first step. overflow: number of a step in which rank 1 has an
+    infinite gradient, while all losses are finite."""
+    setup = replace(setup, dtype=parallel._dtype(config.dtype, setup.device))
     shape = ModelConfig(**{key: getattr(config, key) for key in ModelConfig.__dataclass_fields__})
     layout, problems = divide(config, shape, setup.world)
     assert not problems, problems
@@ -73,20 +75,34 @@ def steps(config, setup, count=5):
     module = build(lambda: Llama(shape), setup, 1, config.compile)
     module.n_tokens = 263
     gather = lambda of: {name: whole(of(p)).detach().clone() for name, p in module.named_parameters()}
-    found = {"losses": [], "norms": [], "initial": gather(lambda p: p)}
+    found = {"losses": [], "norms": [], "moved": [], "initial": gather(lambda p: p)}
     optimizers = optimizers_of(module, 1e-2, config.matrix_learning_rate, 0.1)
     model, scaled = wrapped(module, setup), LossScale(setup.dtype)
+    losses_of = script.losses_of
+
+    def overflowing(*words):
+        objectives = (found := losses_of(*words))[0]
+        if not torch.is_tensor(found):
+            objectives.register_hook(lambda gradient: gradient * float("inf"))
+        return found
     for number in range(count):
-        shares = zip(*(parallel.my_share(part, layout.micro, setup) for part in step_data(number)))
-        total = script.forward_backward(model, list(shares), config, ENDS, setup, [], scaled.value)
+        shares = list(zip(*(parallel.my_share(part, layout.micro, setup) for part in step_data(number))))
+        bad = overflow == number and setup.rank == 1
+        counting = Met() if number == 0 else contextlib.nullcontext()
+        with mock.patch.object(script, "losses_of", overflowing if bad else losses_of), counting:
+            total = script.forward_backward(model, shares, config, ENDS, setup, [], scaled.value)
         if number == 0:
+            found["met"] = {kind: often for kind, (often, _) in counting.counts.items()}
             found["gradients"] = gather(lambda p: p.grad)
         norm = clip(model.parameters(), 0.1, setup, scaled.value)
         if number == 0:
             found["clipped"] = gather(lambda p: p.grad)
+        before = gather(lambda p: p) if overflow else {}
         if not scaled.overflowed(total[0].item(), norm.item()):
             for optimizer in optimizers:
                 optimizer.step()
+        after = gather(lambda p: p) if overflow else {}
+        found["moved"].append(any(not torch.equal(before[name], after[name]) for name in before))
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         found["losses"].append(total[0].item())
@@ -130,7 +146,7 @@ def main(what, folder, names, *words):
     keys = dict(word.split("=", 1) for word in words)
     for name in names.split(","):
         if what == "steps":
-            found = steps(config_of(**LAYOUTS[name][1]), setup)
+            found = steps(config_of(**{**LAYOUTS[name][1], **keys}), setup, overflow=2 if keys else None)
         else:
             found = runs(name, folder, setup, **keys)
         torch.save(found, f"{folder}/{name}.{setup.rank}")

@@ -97,3 +97,20 @@ def test_padding_of_the_vocabulary_is_in_no_softmax():
         torch.testing.assert_close(losses, model_losses(model, x, y, chunk, z_loss=0.1)[0])
         assert (gradients(padded, losses.sum())["lm_head.weight"][263:] == 0).all()
     assert losses.max() < 2 * math.log(263) ** 2
+
+
+def test_losses_of_later_tokens_by_hand():
+    """Two further heads; the row's end and what follows a target without weight are not foretold."""
+    model, (x, y, _) = small_llama(2, n_future=3), problem()
+    w = (torch.rand(y.shape, generator=torch.Generator().manual_seed(1)) < 0.7).float()
+    hidden, time, wanted = model.model(x), y.size(1), token_losses(model(x), y).clone()
+    for head, layer in enumerate(model.future_heads, start=1):
+        losses = token_losses(layer(hidden), y.roll(-head, dims=1))
+        for t in range(time - head):
+            wanted[:, t] += losses[:, t] * w[:, t + 1:t + head + 1].prod(dim=1)
+    for chunk in (0, 7):
+        objectives, losses = model_losses(model, x, y, chunk, weights=w)
+        torch.testing.assert_close(objectives, wanted)
+        torch.testing.assert_close(losses, token_losses(model(x), y))
+        gradients(model, (objectives * w).sum())
+        assert all(head.weight.grad.abs().max() > 0 for head in model.future_heads)

@@ -1,7 +1,6 @@
 """Several processes as one: losses, gradients, weights and checkpoints of every layout against those of one process."""
 import math
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,13 +11,15 @@ import torch
 from safetensors.torch import load_file
 
 import layouts
-from engine import checkpoint
+from engine import checkpoint, hf
 from engine.monitor import read_log
+from engine.optim import LossScale, optimizers_of
 from engine.parallel import divide
 from layouts import LAYOUTS, OFTEN, config_of
 from model import Llama, ModelConfig
 from small import ALONE, ROOT
-from test_train import kill_after, launch, losses, make_data, same, weights
+from test_resume import kill_all_after
+from test_train import launch, losses, make_data, same, weights
 
 OF_LAYOUTS = ("parallel", "zero", "hsdp", "tp", "pp", "cpu_offload")
 
@@ -62,7 +63,40 @@ def test_parallel_equals_serial(tmp_path, processes):
         for part in found:
             assert part["losses"] == pytest.approx(wanted["losses"], abs=1e-5), name
             assert part["norms"] == pytest.approx(wanted["norms"], rel=1e-3), name
-        assert min(wanted["norms"]) > 0.5 and wanted["losses"][-1] < wanted["losses"][0]
+        assert min(wanted["norms"]) > 0.5                       # all steps are clipped, to 0.1
+
+
+    if processes == 2:          # 5 units (4 blocks and the rest), 6 micro-batches; two sums of losses beside
+        shared = {name: results(tmp_path, name, 2)[0]["met"] for name in ("ddp", "zero1", "zero2", "zero3")}
+        assert shared["zero1"] == {"allgather": 5, "reduce_scatter": 5, "allreduce": 2}
+        assert shared["zero2"] == {"allgather": 5, "reduce_scatter": 5 * 6, "allreduce": 2}
+        assert shared["zero3"] == {"allgather": 9 * 6, "reduce_scatter": 5 * 6, "allreduce": 2}       # the rest once
+        assert shared["ddp"]["allreduce"] == 3                                                        # one bucket
+
+
+def test_an_overflow_on_one_rank_is_skipped_on_all(tmp_path):
+    names = ("ddp", "zero3", "tp2", "pp2")
+    run_layouts(2, "steps", tmp_path, ",".join(names), "dtype=fp16")
+    for name in names:
+        one, two = results(tmp_path, name, 2)
+        for part in (one, two):
+            assert [math.isfinite(norm) for norm in part["norms"]] == [True, True, False, True, True], name
+            assert part["moved"] == [True, True, False, True, True] and part["scale"] == 32768, name
+            assert all(math.isfinite(loss) for loss in part["losses"])
+            assert part["losses"][:3] == pytest.approx(serial(LAYOUTS[name][1])["losses"][:3], abs=1e-2)
+        assert one["losses"] == two["losses"]
+
+
+def test_the_scale_of_fp16():
+    scaled = LossScale(torch.float16)
+    assert scaled.value == 65536 and scaled.overflowed(1.0, math.inf) and scaled.value == 32768
+    assert not scaled.overflowed(math.nan, math.nan) and scaled.value == 32768          # that is no matter of scale
+    again = LossScale(torch.float16, [scaled.value, 1998])
+    assert not again.overflowed(1.0, 1.0) and again.value == 32768 and not again.overflowed(1.0, 1.0) and again.value == 65536
+    one = LossScale(torch.bfloat16)
+    assert one.value == 1 and not one.overflowed(1.0, math.inf) and one.value == 1
+    for last in (1.0, 2.0):                                                             # below 1 it is a real fault
+        assert LossScale(torch.float16, [last, 0]).overflowed(1.0, math.nan) == (last > 1)
 
 
 def test_how_a_world_is_divided():
@@ -128,3 +162,67 @@ def test_training_in_a_layout(trained, name):
     a, b = weights(trained.folder / name, 6), weights(trained.folder / one, 6)
     assert a.keys() == b.keys() and all(a[n].shape == b[n].shape for n in a)
     assert loose > 1e-5 or max((a[n] - b[n]).abs().max() for n in a) < 1e-4
+
+
+def fresh(keys):
+    """A model and optimizers of this process for a run's keys."""
+    config = config_of(**{**OFTEN, **keys})
+    model = Llama(ModelConfig(**{key: getattr(config, key) for key in ModelConfig.__dataclass_fields__}))
+    return model, optimizers_of(model, 1e-3, config.matrix_learning_rate, 0.1)
+
+
+def loaded(folder, keys):
+    """(digests of all weights and moments that one process reads from a full checkpoint, its state)."""
+    model, optimizers = fresh(keys)
+    state = checkpoint.load_full(folder, {"model": model}, {"model": optimizers}, ALONE)
+    return layouts.digest(model, optimizers), state
+
+
+def merged(parts, what):
+    return {name: value for part in parts for name, value in part[what].items()}
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero1", "tp2", "pp2", "zero3 muon", "pp2 future", "zero1 fp16"])
+def test_a_layouts_checkpoint_on_one_process(trained, name):
+    found, state = loaded(trained.folder / name / "pretrain" / "full_00000006", RUNS[name])
+    saved = merged(results(trained.folder, name, 2), "saved")
+    assert found == saved and any(".exp_avg_sq" in part for part in found)
+    scale, since = state["loss_scale"]
+    assert (scale, since) == (1, 6) if "fp16" not in name else scale in (65536, 32768, 16384)
+
+
+def test_one_processes_checkpoint_in_layouts(trained, tmp_path):
+    """Weights and moments are the same bits, and training goes on as it would have."""
+    one = trained.folder / trained.one() / "pretrain"
+    (tmp_path / "data").symlink_to(trained.folder / "data")
+    names = ("zero3", "tp2", "pp2")
+    run_layouts(2, "runs", tmp_path, ",".join(names), f"resume_from={one / 'full_00000003'}", "trust_state=True")
+    wanted, _ = loaded(one / "full_00000003", {})
+    for name in names:
+        assert merged(results(tmp_path, name, 2), "loaded") == wanted, name
+        assert losses(tmp_path / name) == pytest.approx(losses(one.parent)[3:], abs=1e-5), name
+
+
+def test_heads_for_later_tokens_lie_apart(trained):
+    for name in ("ddp future", "pp2 future"):
+        folder, one = (trained.folder / which / "pretrain" / "step_00000006" for which in (name, trained.one(n_future=2)))
+        head, wanted = (load_file(place / "heads.safetensors") for place in (folder, one))
+        assert head.keys() == wanted.keys() == {"future_heads.0.weight"}
+        assert (head["future_heads.0.weight"] - wanted["future_heads.0.weight"]).abs().max() < 1e-4
+        start = Llama(fresh(dict(n_future=2))[0].config).init_weights(1).future_heads[0].weight
+        assert (head["future_heads.0.weight"] - start).abs().max() > 1e-3               # it has learned
+        model, _ = hf.load_model(folder)                                                # without it, a model like any
+        assert len(model.future_heads) == 0 and not any("future" in part for part in weights(trained.folder / name, 6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [["--parallel=fsdp"], ["--parallel=fsdp", "--zero=1", "--dtype=fp16"], ["--pp=2"]])
+def test_kill_9_and_resume_in_a_layout(trained, tmp_path, keys):
+    extra = [*keys, "--max_steps=16", "--save_full=3", "--dropout=0.1", "--tie_embeddings=False"]
+    data = trained.folder / "data"
+    launch(data, tmp_path / "whole", *extra, processes=2)
+    killed = kill_all_after(data, tmp_path / "torn", 8, *extra, processes=2)
+    assert killed < 16
+    assert "continuing from" in launch(data, tmp_path / "torn", *extra, processes=2)
+    assert losses(tmp_path / "torn") == losses(tmp_path / "whole")
+    assert same(weights(tmp_path / "torn", 16), weights(tmp_path / "whole", 16))
