@@ -117,13 +117,13 @@ watch_nan = False               # names the module and tensor that first was not
 watch_stats = 0                 # every so many steps: mean, std and maximum of each block's output and its gradient
 # the machine
 device = "auto"                 # 'auto', 'cpu' or 'cuda'
-dtype = "auto"                  # of matrix products: 'bf16', 'fp16' (its loss is scaled) or 'fp32'; auto: bf16 where the machine has it
+dtype = "auto"                  # of matrix products: 'bf16', 'fp16' (loss scaled), 'fp32'; auto: bf16 where the machine has it
 compile = True                  # torch.compile, per block
 loss_chunk = 0                  # so many tokens' logits in memory at a time; 0: those of the whole micro-batch
 recompute = "none"              # activations in the backward pass: 'none', 'selective' (of the MLPs) or 'full' (of whole blocks)
 deterministic: bool | None = None   # same bits in every run; None: on CPU yes
 threads = 0                     # 0: the cores divided by the processes on this machine
-# several processes, see engine/parallel.py: processes = pp * dp * tp
+# several processes = pp * dp * tp, see engine/layout.py
 parallel = "ddp"                # 'ddp': every rank holds everything; 'fsdp': states are sharded over the dp ranks
 zero = 3                        # under fsdp: 1 the optimizer's states, 2 also gradients, 3 also weights
 hsdp = 1                        # under fsdp: so many groups of ranks, each of which shards within itself
@@ -160,7 +160,8 @@ def shape_of(config, tokenizer, source=None):
     if source is None:
         return ModelConfig(**{**asked, "vocab_size": config.vocab_size or tokenizer.vocab_size})
     theirs = replace(read_config(source), dropout=config.dropout, attention=config.attention,
-                     recompute=config.recompute, separate_documents=config.separate_documents)
+                     recompute=config.recompute, separate_documents=config.separate_documents,
+                     n_future=config.n_future)
     wrong = [f"{key} = {value}, but {config.init_from} has {getattr(theirs, key)}" for key, value in asked.items()
              if value not in (getattr(theirs, key), config.default(key)) and key not in ("block_size", "rope_scaling")]
     if find_tokenizer(source) and (found := Tokenizer.load(source).hash) != tokenizer.hash:
@@ -369,7 +370,7 @@ def pretrain(config, setup, alive):
     setup.say(f"model       {n_params:,} parameters, {shape.n_layer} layers of {shape.n_embd}, vocabulary {shape.vocab_size:,}\n"
               f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, {setup.threads} threads; {layout}\n"
               f"step        {config.batch_tokens:,} tokens = {layout.dp} x {layout.n_micro} x "
-              f"{layout.micro} x {config.block_size} (processes, micro-batches, sequences, tokens)\n"
+              f"{layout.micro} x {config.block_size} (ranks with data of their own, micro-batches, sequences, tokens)\n"
               f"data        {train.describe(config.max_steps * per_step)}\n"
               f"run         {config.max_steps:,} steps, {config.max_steps * config.batch_tokens:,} tokens; "
               f"{flops * config.max_steps * config.batch_tokens:.2e} FLOPs; warm-up {warmup} steps\n"

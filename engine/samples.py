@@ -1,7 +1,7 @@
 """
 What a run really read: the sample log, and the proof that it is what was planned (`doctor.py --order=DIR`).
 
-    RUN/samples/rank_NNNNN.jsonl    a line a step: attempt, step, plan, rank, world, blocks
+    RUN/samples/rank_NNNNN.jsonl    a line a step: attempt, step, plan, rank, world, share (which, of how many), blocks
 
 Each rank writes its own file, only ever at the end, a line in one write: a kill leaves half a line at most.
 """
@@ -36,7 +36,7 @@ def log_sample(file, attempt, done, plan, blocks, setup):
     """Appends that step number `done` of training took this rank's share of these blocks, those of step `plan` of the
     plan. To be called before the step is saved."""
     line = {"format_version": FORMAT_VERSION, "attempt": attempt, "step": done, "plan": plan, "rank": setup.rank,
-            "world": setup.world, "blocks": blocks[setup.rank::setup.world].tolist()}
+            "world": setup.world, "share": [setup.dp_rank, setup.dp], "blocks": blocks[setup.dp_rank::setup.dp].tolist()}
     try:
         file.write(json.dumps(line).encode() + b"\n")
     except OSError as error:
@@ -90,6 +90,7 @@ def order_problems(run_dir):
 
 def step_problem(lines, plan, planned):
     """What is wrong with a step, a sentence, or ''. lines: of all ranks, None where one has none."""
+    shared = []
     for rank, line in enumerate(lines):
         if line is None:
             return f"rank {rank} of {len(lines)} has no line for it"
@@ -98,9 +99,13 @@ def step_problem(lines, plan, planned):
                     f"{lines[0]['attempt']} as one of {len(lines)}")
         if line["plan"] != plan:
             return f"rank {rank} was in step {line['plan']} of the plan, it should have been {plan}"
-        expected = planned[rank::len(lines)]
+        share, shares = line.get("share", (rank, len(lines)))           # ranks that hold one model together have one share
+        shared.append((share, shares))
+        expected = planned[share::shares]
         if len(line["blocks"]) != len(expected):
             return f"rank {rank} took {len(line['blocks'])} blocks, planned are {len(expected)}"
         if len(other := np.flatnonzero(line["blocks"] != expected)):
             return f"rank {rank} took block {line['blocks'][other[0]]} as number {other[0]}, planned is {expected[other[0]]}"
+    if {*shared} != {(share, shared[0][1]) for share in range(shared[0][1])}:
+        return f"the ranks took the shares {sorted({*shared})}, which are not all, or not of one division"
     return ""

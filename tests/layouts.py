@@ -113,10 +113,11 @@ def steps(config, setup, count=5, overflow=None):
 
 RUNS = {                                                # of train.py: as in LAYOUTS, or other keys
     "zero3 muon": dict(FSDP, matrix_learning_rate=0.02), "zero1 fp16": dict(FSDP, zero=1, dtype="fp16"),
+    "zero3 watched": dict(FSDP, watch_stats=3), "tp2 watched": dict(tp=2, watch_stats=3),
     "zero3 bf16 compiled": dict(FSDP, dtype="bf16", compile=True), "pp2 fp16": dict(pp=2, dtype="fp16"),
 }
 OFTEN = dict(max_steps=6, eval_every=3, eval_blocks=13, log_every=1, save_light=3, save_full=3, keep=0, batch_tokens=256,
-             learning_rate=3e-3, log_blocks=True)
+             learning_rate=3e-3, log_blocks=True, log_samples=True)
 
 
 def runs(name, folder, setup, **keys):

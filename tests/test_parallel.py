@@ -15,6 +15,7 @@ from engine import checkpoint, hf
 from engine.monitor import read_log
 from engine.optim import LossScale, optimizers_of
 from engine.parallel import divide
+from engine.samples import order_problems
 from layouts import LAYOUTS, OFTEN, config_of
 from model import Llama, ModelConfig
 from small import ALONE, ROOT
@@ -124,7 +125,8 @@ def test_how_a_world_is_divided():
 
 RUNS = {"zero3": {}, "zero1": {}, "tp2": {}, "pp2": {}, "zero3 muon": dict(matrix_learning_rate=0.02),
         "zero1 fp16": dict(dtype="fp16"), "pp2 fp16": dict(dtype="fp16"), "zero3 bf16 compiled": dict(dtype="bf16"),
-        "pp2 future": dict(n_future=2), "ddp future": dict(n_future=2)}
+        "zero3 watched": dict(watch_stats=3), "tp2 watched": dict(watch_stats=3), "pp2 future": dict(n_future=2),
+        "ddp future": dict(n_future=2)}
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +164,11 @@ def test_training_in_a_layout(trained, name):
     a, b = weights(trained.folder / name, 6), weights(trained.folder / one, 6)
     assert a.keys() == b.keys() and all(a[n].shape == b[n].shape for n in a)
     assert loose > 1e-5 or max((a[n] - b[n]).abs().max() for n in a) < 1e-4
+    assert not order_problems(trained.folder / name / "pretrain")
+    if "watch_stats" in keys:
+        seen, by_one = (next(record["blocks_seen"] for record in log if "blocks_seen" in record) for log in (found, wanted))
+        for block in by_one:
+            assert seen[block] == pytest.approx(by_one[block], rel=1e-3, abs=1e-7), block
 
 
 def fresh(keys):
