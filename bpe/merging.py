@@ -55,17 +55,20 @@ def merges_of(words, counts, n_merges, min_frequency=1, byte_order=BYTE_ORDER):
 
     def born(groups, at, pair_of):
         """New pairs: at their places `at`, grouped by `groups`, of which pair_of(group) is the pair."""
-        order = groups.astype(np.int64) << 32 | at
+        order = groups.astype(np.int64)                                     # in place, for this may be the whole text
+        order <<= 32
+        order |= at
         order.sort()
-        groups, at = order >> 32, (order & 0xFFFFFFFF).astype(np.int32)
-        starts = np.flatnonzero(np.diff(groups, prepend=-1))
+        at = order.astype(np.int32)                                         # the lower half
+        order >>= 32
+        starts = np.append(0, np.flatnonzero(order[1:] != order[:-1]) + 1)
         sums = np.add.reduceat(weight[at], starts, dtype=np.int64)
         ends = np.append(starts[1:], len(at))
         often = sums >= min_frequency                                       # the others never become tokens
-        for group, start, end, count in zip(groups[starts[often]].tolist(), starts[often].tolist(),
+        for group, start, end, count in zip(order[starts[often]].tolist(), starts[often].tolist(),
                                             ends[often].tolist(), sums[often].tolist()):
             pair = pair_of(group)
-            places[pair] = at[start:end] if end - start >= MANY else at[start:end].tolist()
+            places[pair] = at[start:end]
             heapq.heappush(heap, pair - (count << 2 * BITS))
 
     at = np.flatnonzero((token[:-1] >= 0) & (token[1:] >= 0)).astype(np.int32)
@@ -86,11 +89,12 @@ def merges_of(words, counts, n_merges, min_frequency=1, byte_order=BYTE_ORDER):
             found = found[(token[found] == left) & (token[found + step] == right)]
             count = int(weight[found].sum(dtype=np.int64))
         else:
+            found = found if type(found) is list else found.tolist()
             found = [place for place in found if token_at[place] == left and token_at[place + step] == right]
             count = sum([weight_at[place] for place in found])
         if count < -(heap[0] >> 2 * BITS):
             if count >= min_frequency:
-                places[pair] = found if len(found) >= MANY or not many else found.tolist()
+                places[pair] = found
                 heapq.heapreplace(heap, pair - (count << 2 * BITS))
             else:
                 del places[heapq.heappop(heap) & PAIR]

@@ -247,6 +247,8 @@ class Tokenizer:
             raise ValueError(f"no special tokens: {sorted(unknown)}; there are {', '.join(self.specials)}")
         if bos and self.bos_id is None or eos and self.eos_id is None:
             raise ValueError("BOS or EOS was asked for, but this tokenizer has none")
+        if not (bos or eos or allowed or self.words):
+            return self._encode(self._normal(text))
         ids = [self.bos_id] if bos else []
         for part in _splitter(allowed).split(text) if allowed else [text]:
             if part in allowed:
