@@ -129,7 +129,7 @@ def test_how_a_world_is_divided():
     assert "hsdp = 4 does not divide the 6 ranks" in of(6, parallel="fsdp", hsdp=4)[1][0]
     said = "; ".join(of(4, zero=2, hsdp=2, cpu_offload=True)[1])
     assert all(f"{name} shards states" in said for name in ("zero = 2", "hsdp = 2", "cpu_offload = True"))
-    assert "keep no pipeline" in of(4, pp=4, batch_tokens=48)[1][0] and "no multiple" in of(5)[1][0]
+    assert "keep no pipeline" in of(3, pp=3, batch_tokens=32)[1][0] and "no multiple" in of(5)[1][0]
     assert len(of(2, parallel="other", zero=4, tp=0)[1]) == 3
 
 
