@@ -27,6 +27,7 @@ import concurrent.futures
 import glob
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import multiprocessing
 import os
@@ -341,14 +342,16 @@ def write_tokens(config, tokenizer, key, audit):
     if tokenizer.eos_id is None:
         refuse(f"the tokenizer in {folder.parent / 'tokenizer'} has no EOS token, but documents are stored as "
                "BOS text EOS")
-    before = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
+    before = np.array([tokenizer.bos_id] if tokenizer.bos_id is not None else [], np.int64)
     (folder / "index.json").unlink(missing_ok=True)
     splits = {}
     for split in ("train", "val"):
         writer, text_bytes = ShardWriter(folder, split, tokenizer.vocab_size, config.shard_tokens), 0
         total = sum(entry["documents"] for entry in audit["documents"] if entry["split"] == split)
-        for document in progress(read_documents(config.data_dir, split), total, f"tokenising {split}"):
-            writer.add([*before, *tokenizer.encode(document["text"]), tokenizer.eos_id])
+        documents, ahead = itertools.tee(progress(read_documents(config.data_dir, split), total, f"tokenising {split}"))
+        encoded = tokenizer.encode_batch((document["text"] for document in ahead), config.workers)
+        for document, ids in zip(documents, encoded):
+            writer.add(np.concatenate([before, ids, [tokenizer.eos_id]]))
             text_bytes += size_of(document)
         splits[split] = entry = writer.close() | {"text_bytes": text_bytes}
         print(f"tokens/{split}: {entry['n_tokens']:,} tokens of {entry['n_docs']:,} documents", flush=True)

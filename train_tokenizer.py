@@ -16,9 +16,9 @@ most often, until the vocabulary is full:
 
 `train_slowly` below is that and nothing else. Two facts make it fast. Pairs never cross the borders of the pieces that
 the pattern cuts (about: words), so each distinct piece is needed only once, with its count: 10 MB of text are a few ten
-thousand pieces. And a merge changes only the pieces that hold its pair; bpe/merging.py looks at no others. Of pairs that
-occur equally often the one with the smallest (left id, right id) wins, so the result depends on nothing but the text,
-not on the order of documents nor on the number of workers.
+thousand pieces. And a merge changes only the pieces that hold its pair; bpe/merging.py looks at no others. Of pairs
+that occur equally often the one with the smallest (left id, right id) wins, so the result depends on nothing but the
+text, not on the order of documents nor on the number of workers.
 
 Only the training split is read (or `inputs`). Results, in data_dir/tokenizer:
 
@@ -55,8 +55,8 @@ from engine.tokenizer import BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer, va
 from engine.workers import in_parallel, text_batches
 
 data_dir = "data/demo"
-inputs: tuple[str] = ()     # files to learn from, .jsonl.zst with a "text" a line or plain text; none: data_dir's documents
-held_out: tuple[str] = ()   # such files for the report; none: data_dir's held-out documents, where inputs are from there
+inputs: tuple[str] = ()     # to learn from: .jsonl.zst files with a "text" a line, or text; none: data_dir's documents
+held_out: tuple[str] = ()   # such files for the report; none: data_dir's held-out documents, without inputs
 vocab_size = 4096           # of the whole vocabulary: 256 bytes, merges, special and reserved tokens
 min_frequency = 2           # a pair that occurs less often never becomes a token
 pattern = "gpt4"            # how text is cut: gpt4 (as Llama 3), gpt2, qwen, o200k, smollm, or a regular expression
@@ -66,7 +66,7 @@ byte_order = "gpt2"         # ids of the 256 bytes: gpt2 (as OpenAI's and Huggin
 special_tokens: tuple[str] = ()     # further ones behind the 7 that the stages use
 reserved_tokens = 0         # ids kept free for special tokens of later: <|reserved_0|>, ...
 multiple_of = 1             # models have a multiple of this many rows; those that only pad are in no vocabulary
-compare: tuple[str] = ()    # to report beside ours: gpt2's vocab.bpe, cl100k_base.tiktoken, model folders, folders of such
+compare: tuple[str] = ()    # to report beside ours: gpt2_vocab.bpe, cl100k_base.tiktoken, model folders, folders of such
 languages: tuple[str] = ()  # files to report on, each for itself: de=german.txt,ja=japanese.txt
 watch = 0                   # so many merges are printed as they happen
 show = ""                   # nothing is trained; this text's tokens are shown
@@ -91,14 +91,14 @@ def pattern_of(name, digits=None, boundary="space"):
 # Of these we know what they mean on ASCII, where Python's `re` can say the same, and that they cut between a line's end
 # and a letter. (re.ASCII keeps its \s from matching \x1c to \x1f, which no other engine counts as space.)
 KNOWN = {pattern_of(*how) for how in itertools.product(PATTERNS, (None, 1, 2, 3), ("space", "none"))}
-ON_ASCII = ((r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", "A-Z"), (r"\p{Ll}\p{Lm}\p{Lo}\p{M}", "a-z"), (r"\p{L}\p{N}", "A-Za-z0-9"),
-            (r"\s\p{N}", r"\s0-9"), (r"\p{L}", "[A-Za-z]"), (r"\p{N}", "[0-9]"))
+ON_ASCII = {r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}": "A-Z", r"\p{Ll}\p{Lm}\p{Lo}\p{M}": "a-z", r"\p{L}\p{N}": "A-Za-z0-9",
+            r"\s\p{N}": r"\s0-9", r"\p{L}": "[A-Za-z]", r"\p{N}": "[0-9]"}
 LINE_BEGINS = re.compile(r"\n(?=[A-Za-z])")
 
 
 def line_begins(text):
-    """Where a line begins with a letter, behind one that does not end in spaces: a known pattern cuts there, and on each
-    side in the same way whether or not the other one is there."""
+    """Where a line begins with a letter, behind one that does not end in spaces: a known pattern cuts there, and on
+    each side in the same way whether or not the other one is there."""
     return [at for found in LINE_BEGINS.finditer(text) if not text[(at := found.end()) - 2:at - 1].isspace()]
 
 
@@ -126,7 +126,7 @@ def count_pieces(documents, pattern, prefix=""):
 
 
 def re_pattern(pattern):
-    for ours, on_ascii in ON_ASCII:
+    for ours, on_ascii in ON_ASCII.items():
         pattern = pattern.replace(ours, on_ascii)
     return pattern
 
@@ -138,7 +138,7 @@ def count_batch(documents, pattern, prefix):
 
 
 def count_in_parallel(documents, pattern, workers, prefix=""):
-    """count_pieces() by several processes; sums do not care who counted what. Refuses a pattern that passes over text."""
+    """count_pieces() by several processes; sums do not care who counted what. Refuses a pattern that loses text."""
     counts, characters = Counter(), 0
     batches = text_batches(documents)
     for found, size in in_parallel(partial(count_batch, pattern=pattern, prefix=prefix), batches, workers):
@@ -227,8 +227,9 @@ def check(config, specials):
            *(f"{file or '(no name)'} is not a file" for file in files if not Path(file).is_file()), *wrong,
            *(f"{key} must be one of {', '.join(known)}, found {getattr(config, key)!r}"
              for key, known in choices.items() if getattr(config, key) not in known),
-           *(f"special_tokens: {name!r} stands there twice, or is one of the usual" for name, times
-             in Counter(specials).items() if times > 1), *(["special_tokens: a name is empty"] if "" in specials else []),
+           *(f"special_tokens: {name!r} stands there twice, or is one of the usual"
+             for name, times in Counter(specials).items() if times > 1),
+           *(["special_tokens: a name is empty"] if "" in specials else []),
            *config.outside(vocab_size=(smallest, 1 << 20), min_frequency=(1,), workers=(0,), digits=(1, 3), watch=(0,),
                            reserved_tokens=(0,), multiple_of=(1,)))
 
@@ -293,8 +294,8 @@ def main(config):
         found = count_in_parallel(texts, pattern, config.workers or os.cpu_count(), prefix)
         words, counts = [piece.encode() for piece in found], list(found.values())
         if not words:
-            refuse(f"{', '.join(config.inputs) or f'{config.data_dir}/docs'}: there is no text in it, so there is nothing "
-                   "to learn from.")
+            refuse(f"{', '.join(config.inputs) or f'{config.data_dir}/docs'}: there is no text in it, so there is "
+                   "nothing to learn from.")
         save_counts(folder / "counts.zst", words, counts, counted_from)
     del found
     print(f"counted {sum(counts):,} pieces, {len(words):,} different ones of {sum(map(len, words)):,} bytes; "
@@ -330,14 +331,16 @@ def main(config):
         "vocab_size": tokenizer.vocab_size, "vocab_size_asked": config.vocab_size,
         "rows": -(-tokenizer.vocab_size // config.multiple_of) * config.multiple_of, "hash": tokenizer.hash,
         "config_hash": config.hash, "made_from": made_from, "words": len(words),
-        **reports.measure({"ours": tokenizer, **others}, texts, {name: read_texts([file]) for name, file in spoken}, words),
+        **reports.measure({"ours": tokenizer, **others}, texts,
+                          {name: read_texts([file]) for name, file in spoken}, words),
     }
     write_atomic(folder / "report.md", reports.page(report))
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.tiktoken", "report.md")
     write_json(folder / "report.json", {**report, "files": {name: sha256_file(folder / name) for name in names}})
     print(f"{folder}: {tokenizer.vocab_size:,} tokens, hash {tokenizer.hash[:16]}; most memory {peak_memory():,.0f} MB")
     if report["rows"] > tokenizer.vocab_size:
-        print(f"{report['rows'] - tokenizer.vocab_size} rows of a model would only pad: train.py --vocab_size={report['rows']}")
+        print(f"{report['rows'] - tokenizer.vocab_size} rows of a model would only pad: train.py "
+              f"--vocab_size={report['rows']}")
     print(reports.summary(report))
     lock.close()
 

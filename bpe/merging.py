@@ -1,6 +1,6 @@
 """
-The fast trainer: the merges of `train_slowly` in train_tokenizer.py, number for number, in less than a thousandth of the
-time.
+The fast trainer: the merges of `train_slowly` in train_tokenizer.py, number for number, in less than a thousandth of
+the time.
 
 All distinct words stand behind each other in one array, a place for each byte and a mark between two words:
 
@@ -13,8 +13,8 @@ For each pair there is a list of the places at which it was born. A pair is born
 makes the later of its two tokens, and afterwards only ever loses some. So nobody has to follow its losses:
 
     heap      holds each pair once, by the count that it had when it was last looked at: never too low
-    next      the uppermost pair's places are looked through, and those where it no longer stands are dropped. When its
-              count has fallen it goes back into the heap with the true one; otherwise no other pair can be more frequent
+    next      the uppermost pair's places are looked through, and those where it no longer stands are dropped. When
+              its count has fallen it goes back into the heap with the true one; otherwise no other is more frequent
     merge     the new token is written to its places, and with its left and right neighbours new pairs are born
 
 A pair with many places is worked on as numpy arrays, one with few in plain Python, for which numpy would take longer.
@@ -24,6 +24,7 @@ import heapq
 
 import numpy as np
 
+from configurator import refuse
 from engine.tokenizer import BYTE_ORDER
 
 MANY = 48                       # places from which on numpy is faster, measured
@@ -43,7 +44,8 @@ def merges_of(words, counts, n_merges, min_frequency=1, byte_order=BYTE_ORDER):
     sizes = np.fromiter(map(len, words), np.int64, len(words))
     total = int((sizes + 1).sum())
     if total >= 1 << 31 or 256 + n_merges > 1 << BITS:
-        raise ValueError(f"{total:,} places and {256 + n_merges:,} tokens, but 2**31 and 2**{BITS} are the most")
+        refuse(f"the different words have {total:,} bytes together and {256 + n_merges:,} tokens are wanted, but 2**31 "
+               f"and 2**{BITS} are the most: learn from a part of the text.")
     id_of = np.zeros(256, np.int32)
     id_of[byte_order] = np.arange(256)
     token = id_of[np.frombuffer(b"\0".join(words) + b"\0", np.uint8)]       # (places,), the last one a border

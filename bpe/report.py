@@ -9,13 +9,13 @@ from engine.files import printable
 from engine.tokenizer import RANK_FILES, find_tokenizer, valid_unicode
 
 WORD = re.compile(r"[^\W\d_]+")
-# What a line is of, the first that fits; by rules of thumb that nobody should take for more.
+# What a line is of, the first that fits its beginning; by rules of thumb that nobody should take for more.
 KINDS = {
     "mixed languages": re.compile(r"(?=.*[A-Za-z]{2}).*[^\W\d_\u0000-\u024f]"),     # letters beyond the Latin ones, too
     "numbers": re.compile(r"(?=(?:\D*\d){3})(?:\D{0,3}\d)+\D{0,3}$"),
-    "code": re.compile(r"\s*(?:>>>|\.\.\.|[#@{}]|(?:def|class|import|from|return|if|for|while|with|try|print)\b.*[:(=.]|"
+    "code": re.compile(r"\s*(?:>>>|\.\.\.|[#@{}]|(?:def|class|import|from|return|if|for|while|with|try)\b.*[:(=.]|"
                        r"\S*\w\(.*\)|[\w.\[\]]+ [-+*/|]?=[=]? )|.*[;{}]$"),
-    "prose": re.compile(r"(?:\W*[^\W\d_]+\W+){5}"),
+    "prose": re.compile(r"\W*(?:[^\W\d_]+\W+){5}"),
 }
 
 
@@ -35,7 +35,8 @@ def on_text(tokenizer, texts):
     """How a tokenizer does on a list of texts."""
     encoded = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
     used = Counter(itertools.chain.from_iterable(encoded))
-    size, tokens, words = sum(len(text.encode()) for text in texts), used.total(), sum(len(text.split()) for text in texts)
+    size, words = sum(len(text.encode()) for text in texts), sum(len(text.split()) for text in texts)
+    tokens = used.total()
     lone = {id for id in used if len(token := tokenizer.token_bytes[id]) == 1 and token[0] >= 0x80
             or tokenizer.model and tokenizer.engine.is_byte(id)}
     unknown = used[tokenizer.engine.unk_id()] if tokenizer.model else 0      # bytes have no unknown text
@@ -67,7 +68,8 @@ def of_vocabulary(tokenizer, words):
     used = {*itertools.chain.from_iterable(map(encode, words))}
     texts = {id: token.decode() for id in ordinary if valid(token := tokenizer.ranks[id])}
     first = len(tokenizer.prefix)
-    lost = [id for id, text in texts.items() if text[:first] == tokenizer.prefix and tokenizer.encode(text[first:]) != [id]]
+    lost = [id for id, text in texts.items()
+            if text[:first] == tokenizer.prefix and tokenizer.encode(text[first:]) != [id]]
     tell = lambda ids, most=20: [shown(tokenizer.ranks[id]) for id in ids[:most]]
     unused = [id for id in ordinary if id not in used]
     return {"longest": tell(sorted(ordinary, key=lambda id: -len(tokenizer.ranks[id])), 10),
@@ -85,7 +87,7 @@ def measure(tokenizers, texts, languages, words):
     texts = list(map(valid_unicode, texts))
     kinds = {kind: [] for kind in KINDS}
     for line in itertools.chain.from_iterable(text.split("\n") for text in texts):
-        if kind := next((kind for kind, form in KINDS.items() if form.match(line)), None):
+        if kind := next((kind for kind, form in KINDS.items() if form.match(line[:400])), None):
             kinds[kind].append(line)
     kinds = {kind: ["\n".join(lines)] for kind, lines in kinds.items() if lines}
     kinds |= {name: list(map(valid_unicode, parts)) for name, parts in languages.items()}
@@ -114,8 +116,8 @@ def table(head, rows):
 
 def summary(report):
     rows = report["held_out"]
-    head = [f"{rows[0]['documents']} held-out documents, {rows[0]['bytes']:,} bytes", "vocabulary", "tokens", "bytes/token",
-            "tokens/word", "byte fallback", "unknown", "lossless"]
+    head = [f"{rows[0]['documents']} held-out documents, {rows[0]['bytes']:,} bytes", "vocabulary", "tokens",
+            "bytes/token", "tokens/word", "byte fallback", "unknown", "lossless"]
     return table(head, [[row["name"], f"{row['vocab_size']:,}", f"{row['tokens']:,}", f"{row['bytes_per_token']:.3f}",
                          f"{row['tokens_per_word']:.3f}", f"{row['byte_fallback']:.2%}", f"{row['unknown']:.2%}",
                          "yes" if row["lossless"] else "NO"] for row in rows])
@@ -124,9 +126,9 @@ def summary(report):
 def page(report):
     """report.md"""
     rows, kinds, own = report["held_out"], report["kinds"], report["vocabulary"]
-    by_kind = lambda key: table([key.replace("_", " "), *(f"{kind} ({next(iter(found.values()))['bytes']:,} bytes)"
-                                                          for kind, found in kinds.items())],
-                                [[row["name"], *(f"{found[row['name']][key]:.3f}" for found in kinds.values())] for row in rows])
+    sizes = [f"{kind} ({next(iter(found.values()))['bytes']:,} bytes)" for kind, found in kinds.items()]
+    by_kind = lambda key: table([key.replace("_", " "), *sizes], [
+        [row["name"], *(f"{found[row['name']][key]:.3f}" for found in kinds.values())] for row in rows])
     rare, names = rows[0]["rarest_words"], rows[0]["names_whole"]
     single = table(["one thing at a time", "tokens of a rare word", "rare words whole", "names whole, behind a space",
                     "names whole, at the beginning", *(f"{n} digits" for n in rows[0]["digits"])],
@@ -138,8 +140,8 @@ def page(report):
 
 {summary(report)}
 
-Byte fallback: of the tokens those that are one byte of a character, or a byte where pieces are characters. Unknown: tokens
-that stand for text which can not be given back; made of bytes there are none.
+Byte fallback: of the tokens those that are one byte of a character, or a byte where pieces are characters. Unknown:
+tokens that stand for text which can not be given back; made of bytes there are none.
 
 {by_kind('bytes_per_token') if kinds else ''}
 
@@ -149,13 +151,14 @@ Lines of the held-out text were sorted by rules of thumb; words are what spaces 
 
 {single}
 
-Rare: the {rare['words']:,} words that are rarest in the held-out text, such as {', '.join(rare['examples']) or '-'}. Names: the
-{names['names']:,} different names of functions that are called there.
+Rare: the {rare['words']:,} words that are rarest in the held-out text, such as {', '.join(rare['examples']) or '-'}.
+Names: the {names['names']:,} different names of functions that are called there.
 
 - longest tokens: {quoted(own['longest'])}
 - not used in the training text any more, since they were merged further: {own['unused']['tokens']:,}, of which
   {own['unused']['bytes']:,} single bytes; {quoted(own['unused']['examples'])}
-- unreachable, so that their own text becomes other tokens: {own['unreachable']['tokens']:,}; {quoted(own['unreachable']['examples'])}
+- unreachable, so that their own text becomes other tokens: {own['unreachable']['tokens']:,};
+  {quoted(own['unreachable']['examples'])}
 - parts of characters, no text by themselves: {own['half_characters']:,}
 """
 
@@ -171,6 +174,7 @@ def shown(token):
 def coloured(tokenizer, text):
     """The tokens of a text for a terminal, in colours by turns, and their ids."""
     ids = tokenizer.encode(text)
-    parts = [f"\x1b[30;{color}m{shown(tokenizer.token_bytes[id])}\x1b[0m" + "\n" * tokenizer.token_bytes[id].count(b"\n")
-             for id, color in zip(ids, itertools.cycle((46, 43, 42, 45, 47)))]
-    return f"{''.join(parts)}\n{len(ids)} tokens of {len(text.encode('utf-8', 'replace'))} bytes: {' '.join(map(str, ids))}"
+    tokens = zip((tokenizer.token_bytes[id] for id in ids), itertools.cycle((46, 43, 42, 45, 47)))
+    parts = [f"\x1b[30;{color}m{shown(token)}\x1b[0m" + "\n" * token.count(b"\n") for token, color in tokens]
+    size = len(text.encode("utf-8", "replace"))
+    return f"{''.join(parts)}\n{len(ids)} tokens of {size} bytes: {' '.join(map(str, ids))}"

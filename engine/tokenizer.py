@@ -7,7 +7,7 @@ A tokenizer is four things, and nothing else decides an id:
     pattern     a regular expression that cuts text into pieces; no token ever crosses a piece's border
     ranks       the byte strings of the ordinary tokens, in the order in which training made them; id = rank
     merges      which two tokens each of them was made of (only Hugging Face's file wants to know)
-    specials    names such as <|bos|> with ids of their own; text never turns into one of them, unless the caller says so
+    specials    names such as <|bos|> with ids of their own; text turns into one of them only where the caller allows it
 
 Encoding a piece: start from its single bytes, and as long as some neighbouring pair joins into a token, join the pair
 of lowest rank. `encode_by_hand` is that, to be read; tiktoken does the same work at 18 MB/s.
@@ -50,11 +50,13 @@ PATTERNS = {
             r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "smollm": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+",
-    "o200k": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-             r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    "o200k": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+             r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
              r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-# What a rank file does not say, by its name's beginning: how text is cut, and the special tokens; the first one ends a text.
+# What a rank file does not say, by its name's beginning: how text is cut, and the special tokens.
 RANK_FILES = {
     "gpt2": ("gpt2", {"<|endoftext|>": 50256}),
     "cl100k": ("gpt4", {"<|endoftext|>": 100257, "<|fim_prefix|>": 100258, "<|fim_middle|>": 100259,
@@ -146,7 +148,7 @@ def encode_by_hand(tokenizer, text):
     (the leftmost of equals), again and again. A heap has the candidates, so that a piece of n bytes takes n log n steps
     and not n * n: there are texts of a million letters without a space.
     """
-    rank_of = {token: rank for rank, token in enumerate(tokenizer.ranks) if token}
+    rank_of = tokenizer.rank_of
 
     def ids_of(piece):
         if piece in rank_of:
@@ -192,7 +194,8 @@ class Tokenizer:
     model     the content of a SentencePiece tokenizer.model, in place of a pattern; ranks are the bytes of its pieces
     """
 
-    def __init__(self, ranks, pattern, specials, merges=(), roles=None, words=None, nfc=False, model=None, marker=False):
+    def __init__(self, ranks, pattern, specials, merges=(), roles=None, words=None, nfc=False, model=None,
+                 marker=False):
         self.ranks, self.pattern, self.specials, self.merges = ranks, pattern, specials, list(merges)
         self.words, self.nfc, self.model, self.marker = words or {}, nfc, model, marker
         self.roles = roles or {role: f"<|{role}|>" for role in ("bos", "eos", "pad")}
@@ -209,7 +212,7 @@ class Tokenizer:
         # The specials must be known to tiktoken (an Encoding without any is a quarter slower), but encode_ordinary, the
         # only entry that we use, never produces them.
         if model is None:
-            rank_of = {token: rank for rank, token in enumerate(ranks) if token}
+            self.rank_of = rank_of = {token: rank for rank, token in enumerate(ranks) if token}
             named = [*specials.items(), *self.words.items()]
             refuse(*(f"the token {name!r} would have the id {id}, which {ranks[id]!r} has"
                      for name, id in named if id < len(ranks) and ranks[id]),
@@ -261,23 +264,23 @@ class Tokenizer:
         return ids + [self.eos_id] if eos else ids
 
     def encode_batch(self, texts, workers=1):
-        """Yields the ids of each text, in order, as arrays of uint32, which is faster than lists; the same ids as encode's.
-        `texts` may be endless: of what waits no more than a few megabytes for each worker are in memory."""
+        """Yields the ids of each text, in order: those of encode, as arrays of uint32, which is faster than lists.
+        `texts` may be endless: no more than a few megabytes for each worker wait in memory."""
         for arrays in in_parallel(self._encode_arrays, text_batches(texts, 1 << 20 if workers > 1 else 1), workers):
             yield from arrays
 
     def _encode_arrays(self, texts):
         arrays = []
-        for text in map(valid_unicode, texts):
-            if self.model or self.words or self.nfc or self.missing or self._long_whitespace(text):
+        for text in texts:
+            if self.model or self.words or self.missing or self._long_whitespace(text := self._normal(text)):
                 arrays.append(np.array(self.encode(text), np.uint32))
             else:
                 arrays.append(self.engine.encode_to_numpy(self.prefix + text if text else "", disallowed_special=()))
         return arrays
 
     def encode_bytes(self, data):
-        """The ids of any bytes, UTF-8 or not, which decode_bytes gives back (with the prefix). Where there is a model or a
-        normal form, which are about characters, what is not UTF-8 becomes U+FFFD first."""
+        """The ids of any bytes, UTF-8 or not, which decode_bytes gives back (with the prefix). Where there is a model
+        or a normal form, which are about characters, what is not UTF-8 becomes U+FFFD first."""
         text = data.decode("utf-8", "surrogateescape")
         if valid_unicode(text) is text or self.model or self.nfc or self.words:
             return self.encode(data.decode("utf-8", "replace"))
@@ -394,8 +397,7 @@ class Tokenizer:
             "normalizer": {"type": "NFC"} if self.nfc else PREPENDED if self.marker else None,
             "pre_tokenizer": _pre_tokenizer(self.pattern),
             "post_processor": None,
-            "decoder": {"type": "Sequence", "decoders": [BYTE_LEVEL, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}
-            if self.marker else BYTE_LEVEL,
+            "decoder": WITHOUT_PREPENDED if self.marker else BYTE_LEVEL,
             "model": {
                 "type": "BPE", **dict.fromkeys(UNUSED), "fuse_unk": False, "byte_fallback": False,
                 # Training leaves one merge for each token. With fewer or more of them (a foreign vocabulary may list
@@ -442,6 +444,8 @@ def find_tokenizer(folder):
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 PREPENDED = {"type": "Prepend", "prepend": " "}
+WITHOUT_PREPENDED = {"type": "Sequence", "decoders": [
+    BYTE_LEVEL, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}
 
 
 def _pre_tokenizer(pattern):
@@ -475,7 +479,8 @@ def _from_json(file):
         made = [vocab[left + right] for left, right in pairs]
         own = {token["content"]: token["id"] for token in added}        # these may stand in the vocabulary as well
         ids = [*(id for name, id in vocab.items() if own.get(name) != id), *(token["id"] for token in added)]
-        ranks = [b"" if own.get(token) == vocab[token] else chars_to_bytes(token) for token in sorted(vocab, key=vocab.get)]
+        ranks = [b"" if own.get(token) == vocab[token] else chars_to_bytes(token)
+                 for token in sorted(vocab, key=vocab.get)]
         missing = {*range(256)} - {token[0] for token in ranks if len(token) == 1}
         reasons = {
             f"the model is {model.get('type')}, not BPE": model.get("type", "BPE") != "BPE",
@@ -489,7 +494,7 @@ def _from_json(file):
             "two tokens have one id": len(set(ids)) < len(ids),
             "the vocabulary's ids are not 0, 1, 2, ... without a gap": max(vocab.values()) >= len(vocab),
             # What no tokens are for is left out of a text. Of control characters and rare scripts one may bear that.
-            "not all of the 256 bytes are tokens": missing & {*b"\t\n\r", *range(32, 127), *range(0x80, 0xC0)},
+            "not all of the 256 bytes are tokens": missing & {*b"\n", *range(32, 127), *range(0x80, 0xC0)},
             "the merges do not make the other tokens one by one, in their order": not model.get("ignore_merges")
                 and made != [rank for rank, token in enumerate(ranks) if len(token) > 1],
         }

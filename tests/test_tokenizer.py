@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import unicodedata
 from collections import Counter
@@ -14,15 +15,21 @@ from pathlib import Path
 
 import pytest
 import regex
+import rustbpe
+import tiktoken
+import tokenizers
+import transformers
 import zstandard
+from tokenizers import Regex, models, pre_tokenizers, trainers
 
 import train_tokenizer
 from bpe import merging
 from configurator import configure
 from engine import workers
 from engine.files import write_json
-from engine.tokenizer import BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer, bytes_to_chars, encode_by_hand
-from train_tokenizer import count_in_parallel, count_pieces, train, train_slowly
+from engine.tokenizer import (BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer, bytes_to_chars, chars_to_bytes,
+                              encode_by_hand, wrong_pattern)
+from train_tokenizer import KNOWN, count_in_parallel, count_pieces, read_texts, train, train_slowly
 
 TOPICS = [text for _, text in sorted(pydoc_data.topics.topics.items())]
 SPECIMENS = [
@@ -123,30 +130,94 @@ def test_one_endless_piece_takes_no_quadratic_time():
     assert time.process_time() - start < 20
 
 
-def test_counts_beyond_32_bits():
+@pytest.mark.parametrize("many", [1, 48])
+def test_counts_beyond_32_bits(many, monkeypatch):
+    monkeypatch.setattr(merging, "MANY", many)
     words = {b"ab": 2**31, b"ab ": 2**31, b"cd": 2**32 - 1, b"ef": 2**62}
     assert train(words, 3) == train_slowly(words, 3)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_same_vocabulary_as_hugging_face(seed):
-    tokenizers = pytest.importorskip("tokenizers")
-    from tokenizers import Regex, models, pre_tokenizers, trainers
-    texts = [TOPICS[::3], fuzz_texts(400, seed=1), ["aaaa aaa aa", "abab ababab", "", "\n\n"]][seed]
+def library_texts(megabytes):
+    """Python's own library, as far as it is text."""
+    texts, size = list(TOPICS), 0
+    for file in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        if size > megabytes * 10**6:
+            break
+        if "-packages" not in str(file):
+            texts.append(file.read_text(encoding="utf-8", errors="replace"))
+            size += len(texts[-1])
+    return texts
+
+
+def ranks_of(texts, size, order):
+    """The tokens of a vocabulary of ours without special tokens."""
+    ranks = [bytes([byte]) for byte in order]
+    words = {piece.encode(): n for piece, n in count_pieces(texts, PATTERNS["gpt4"]).items()}
+    for left, right in train(words, size - 256, 1, order):
+        ranks.append(ranks[left] + ranks[right])
+    return ranks
+
+
+def rustbpe_ranks(texts, size):
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(iter(texts), size, pattern=PATTERNS["gpt4"])
+    return [bytes(token) for token, _ in trainer.get_mergeable_ranks()]
+
+
+def hugging_face_ranks(texts, size):
     theirs = tokenizers.Tokenizer(models.BPE())
     theirs.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERNS["gpt4"]), "isolated"),
                                                     pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     theirs.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=1500, min_frequency=1, special_tokens=[], show_progress=False,
+        vocab_size=size, min_frequency=0, special_tokens=[], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    ours = make_tokenizer(train({p.encode(): n for p, n in count_pieces(texts, PATTERNS["gpt4"]).items()}, 1500 - 256))
-    vocab = sorted(theirs.get_vocab().items(), key=lambda item: item[1])
-    assert [token for token, _ in vocab] == [bytes_to_chars(token) for token in ours.ranks]
+    return [chars_to_bytes(token) for token, _ in sorted(theirs.get_vocab().items(), key=lambda item: item[1])]
+
+
+@pytest.mark.parametrize("size", [4096, 32000])
+def test_the_same_rank_file_as_rustbpe_and_hugging_face(size):
+    texts = library_texts(8)
+    identity, gpt2 = (ranks_of(texts, size, order) for order in (range(256), BYTE_ORDER))
+    assert len(identity) == size and identity == rustbpe_ranks(texts, size) and gpt2 == hugging_face_ranks(texts, size)
+
+
+def test_the_same_ranks_as_rustbpe_and_hugging_face_on_fuzzed_corpora():
+    rng = random.Random(3)
+    for number in range(150):
+        texts = [word.decode() for word, n in fuzz_words(rng).items() for _ in range(min(n, 3))]
+        texts = [" ".join(rng.sample(texts, min(len(texts), 9))) for _ in range(9)]
+        texts += fuzz_texts(rng.randrange(20), number)
+        size = 256 + rng.choice([3, 40, 300])
+        identity, gpt2 = (ranks_of(texts, size, order) for order in (range(256), BYTE_ORDER))
+        assert identity == rustbpe_ranks(texts, size), texts
+        if number % 3 == 0:
+            assert gpt2 == hugging_face_ranks(texts, size), texts
 
 
 def test_smaller_vocabularies_are_beginnings_of_larger_ones():
     words = {p.encode(): n for p, n in count_pieces(TOPICS[:20], PATTERNS["gpt4"]).items()}
     assert train(words, 700)[:200] == train(words, 200)
+
+
+def test_whatever_is_ascii_is_cut_alike_within_any_document():
+    lines = [*SPECIMENS, *fuzz_texts(300, seed=8), "x\n\ny", "a.\nB", " \nC", "\n", "a\r\nb", "5 \x1c\nz", "e\u0301\nA"]
+    rng = random.Random(5)
+    texts = ["\n".join(rng.choices(lines, k=12)) for _ in range(60)]
+    for pattern in sorted(KNOWN):
+        assert not wrong_pattern(pattern)
+        for text in texts:
+            assert count_pieces([text], pattern) == Counter(regex.findall(pattern, text)), (pattern, text)
+
+
+def test_a_text_file_of_any_size_is_read_in_parts(tmp_path, monkeypatch):
+    text = "\n".join(library_texts(3))
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    parts = list(read_texts([tmp_path / "a.txt"]))
+    assert "".join(parts) == text and len(parts) >= 3 and max(map(len, parts)) < 3 * 2**20
+    for pattern in ("gpt4", "gpt2"):            # cut where pieces end anyway
+        assert count_pieces(parts, PATTERNS[pattern]) == count_pieces([text], PATTERNS[pattern])
+    (tmp_path / "b.txt").write_text("\u4e00" * (20 << 20), encoding="utf-8")
+    assert [len(part) >> 20 for part in read_texts([tmp_path / "b.txt"])] == [17, 3]
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -186,7 +257,6 @@ def test_a_killed_worker_is_no_hang_and_no_short_count(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def hugging_face(tokenizer, tmp_path_factory):
-    transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("hf")
     tokenizer.save(folder)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
@@ -232,7 +302,6 @@ def test_demo_data_when_it_is_there(root):
     if not (folder / "tokenizer" / "tokenizer.json").is_file():
         pytest.skip("the demo has not run")
     from engine.shards import read_documents
-    transformers = pytest.importorskip("transformers")
     ours = Tokenizer.load(folder / "tokenizer")
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
     for document in read_documents(folder, "val"):
@@ -263,6 +332,90 @@ def test_the_way_around_long_whitespace_gives_the_same_ids(tokenizer, monkeypatc
     expected = [tokenizer.encode(text) for text in texts]
     monkeypatch.setattr("engine.tokenizer.LONG_WHITESPACE", 1)
     assert [tokenizer.encode(text) for text in texts] == expected
+
+
+@pytest.mark.parametrize("unit", [" ", "a", "\n", "\U0001f44d", "\t \u3000"])
+def test_pathological_text_in_every_other_entry_point(tokenizer, unit):
+    text = unit * (1_000_000 // len(unit)) + "x"
+    ids = tokenizer.encode(text)
+    for other in (next(tokenizer.encode_batch([text])).tolist(), tokenizer.encode_bytes(text.encode()),
+                  tokenizer.encode(text + "<|eos|>", allowed=["<|eos|>"])[:-1]):
+        assert other == ids
+    start = time.process_time()
+    assert encode_by_hand(tokenizer, text) == ids and time.process_time() - start < 30
+    assert "".join(tokenizer.decode_stream(ids)) == text == tokenizer.offsets(ids)[0]
+    assert tokenizer.decode_bytes(tokenizer.encode_bytes(text.encode() + b"\xff")) == text.encode() + b"\xff"
+
+
+@pytest.fixture(scope="module")
+def with_marker():
+    """Words have a space before them at the beginning of a text, too."""
+    words = {p.encode(): n for p, n in count_pieces(TOPICS, PATTERNS["gpt4"], " ").items()}
+    merges = train(words, 1500, 2)
+    ranks = make_tokenizer(merges).ranks
+    specials = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
+    return Tokenizer(ranks, PATTERNS["gpt4"], specials, merges, marker=True)
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "with_marker"])
+def test_what_goes_in_comes_out(kind, request):
+    tokenizer, rng = request.getfixturevalue(kind), random.Random(9)
+    every = lambda: chr(rng.choice([rng.randrange(0x80), rng.randrange(0x3000), rng.randrange(0xE000, 0x110000)]))
+    for text in [*SPECIMENS, *("".join(every() for _ in range(rng.randrange(60))) for _ in range(3000))]:
+        ids = tokenizer.encode(text)
+        places = tokenizer.offsets(ids)
+        assert tokenizer.decode(ids) == text == "".join(tokenizer.decode_stream(ids)) == places[0]
+        assert tokenizer.decode_bytes(ids) == ((tokenizer.prefix if text else "") + text).encode()
+        assert next(tokenizer.encode_batch([text])).tolist() == ids == tokenizer.encode_bytes(text.encode())
+        for id, place, following in zip(ids, places[1], [*places[1][1:], len(text)]):
+            token = tokenizer.token_bytes[id].decode("utf-8", "ignore")
+            assert token.removeprefix("" if place else tokenizer.prefix) in text[max(0, place - 1):following + 1]
+    for _ in range(3000):
+        cut = "na\u00efve \u4e00".encode()[:rng.randrange(1, 11)] + b"\xf0\x9f a"
+        data = rng.choice([rng.randbytes(rng.randrange(30)), cut])
+        assert tokenizer.decode_bytes(tokenizer.encode_bytes(data)).removeprefix(tokenizer.prefix.encode()) == data
+
+
+def test_text_in_batches_over_processes(tokenizer, with_marker):
+    texts = [*TOPICS, *SPECIMENS, "\ud83d x"] * 3
+    for one in (tokenizer, with_marker):
+        expected = [one.encode(text) for text in texts]
+        for count in (1, 2):
+            found = list(one.encode_batch(iter(texts), count))
+            assert [ids.tolist() for ids in found] == expected and {ids.dtype.name for ids in found} == {"uint32"}
+    endless = tokenizer.encode_batch(iter(lambda: "again", None))
+    assert [next(endless).tolist() for _ in range(3)] == [tokenizer.encode("again")] * 3
+
+
+def test_special_tokens_only_where_they_are_allowed_and_the_longest_first(tokenizer):
+    names = {"<|a|>": 2000, "<|a|><|b|>": 2001, "<|b|>": 2002}
+    other = Tokenizer(tokenizer.ranks, tokenizer.pattern, {**tokenizer.specials, **names}, tokenizer.merges)
+    text = "x<|a|><|b|> <|b|><|a|><|eos|>"
+    assert max(other.encode(text)) < 1756
+    assert other.encode(text, allowed=names) == [
+        *other.encode("x"), 2001, *other.encode(" "), 2002, 2000, *other.encode("<|eos|>")]
+    assert other.encode(text, allowed=["<|b|>"]).count(2002) == 2 and 2001 not in other.encode(text, allowed=["<|b|>"])
+    assert other.encode("hi", bos=True, eos=True) == [other.bos_id, *other.encode("hi"), other.eos_id]
+    assert other.encode("hi", eos=True) == [*other.encode("hi"), other.eos_id]
+    with pytest.raises(ValueError, match="<|c|>"):
+        other.encode("x", allowed=["<|c|>"])
+    with pytest.raises(ValueError, match="BOS or EOS"):
+        Tokenizer(tokenizer.ranks, tokenizer.pattern, {}).encode("x", bos=True)
+
+
+def test_a_marker_before_every_text(with_marker, tokenizer, tmp_path):
+    """The same word is the same token at the beginning and within; a "\u2581" in a text stays one."""
+    assert with_marker.encode("the") == with_marker.encode("x the")[-1:]
+    assert tokenizer.encode("the") != tokenizer.encode("x the")[-1:]
+    assert with_marker.encode("") == [] and with_marker.decode(with_marker.encode("\u2581 a")) == "\u2581 a"
+    with_marker.save(tmp_path)
+    again, theirs = Tokenizer.load(tmp_path), transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert again.marker and again.hash == with_marker.hash != tokenizer.hash
+    assert again.hash != Tokenizer(again.ranks, again.pattern, again.specials).hash
+    for text in [*SPECIMENS, *fuzz_texts(1500, seed=12)]:
+        ids = again.encode(text)
+        assert ids == as_text(theirs, text) == encode_by_hand(again, text), text
+        assert theirs.decode(ids) == text
 
 
 def test_lone_surrogates_become_the_replacement_character(tokenizer, monkeypatch):
@@ -311,7 +464,6 @@ def test_hash_changes_with_every_part(tokenizer):
 
 
 def test_tiktoken_reads_our_ranks(tokenizer, tmp_path):
-    tiktoken = pytest.importorskip("tiktoken")
     from tiktoken.load import load_tiktoken_bpe
     tokenizer.save_ranks(tmp_path / "t.tiktoken")
     ranks = load_tiktoken_bpe(str(tmp_path / "t.tiktoken"))
@@ -394,10 +546,21 @@ def test_known_vocabularies(shared_data):
         ("<|endoftext|>", [27, 91, 8862, 728, 428, 91, 29]),
     ):
         assert cl100k.encode(text) == encode_by_hand(cl100k, text) == ids
+    assert cl100k.encode("<|endoftext|>", allowed=["<|endoftext|>"]) == [100257] and cl100k.encode("\0") == [188]
+    family = "\U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466"
+    assert len(cl100k.encode(family)) == 18 and [cl100k.token_bytes[id] for id in cl100k.encode("\r\n")] == [b"\r\n"]
+    assert cl100k.encode("it'\u212a") == encode_by_hand(cl100k, "it'\u212a")
+    assert cl100k.encode_bytes(b" \xec\x8b\xa4\xed") == [62085]
+    tamil = "\u0ba8\u0b9f\u0bbf\u0b95\u0bb0\u0bcd \u0b9a\u0bc2\u0bb0\u0bcd\u0baf\u0bbe"
+    places = [0, 0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 9, 10, 11, 12, 12]
+    assert cl100k.offsets(cl100k.encode(tamil)) == (tamil, places)
     gpt2 = Tokenizer.load(shared_data / "vocabs" / "gpt2_vocab.bpe")
     official = json.loads((shared_data / "vocabs" / "gpt2_encoder.json").read_text())
     assert [bytes_to_chars(token) for token in gpt2.ranks] == [token for token in official if token != "<|endoftext|>"]
     assert gpt2.encode("0" * 17) == [8269, 10535, 830] and gpt2.encode("hello world") == [31373, 995]
+    zeros = [[15], [405], [830], [2388], [20483], [10535], [24598], [8269], [10535, 830], [8269, 405], [8269, 830],
+             [8269, 2388], [8269, 20483], [8269, 10535], [8269, 24598], [25645], [8269, 10535, 830]]
+    assert [gpt2.encode("0" * n) for n in range(1, 18)] == zeros
 
 
 # ----------------------------------------------------------------------------------------------------------- script
@@ -473,7 +636,8 @@ def test_all_wrong_keys_are_named_at_once(run, capsys):
         run("--vocab_size=263", "--min_frequency=0", "--compare=nowhere.bpe")
     said = capsys.readouterr().err
     assert stop.value.code == 2
-    assert all(key in said for key in ("vocab_size must be from 264 to 1048576, found 263", "min_frequency must be", "nowhere.bpe"))
+    expected = ("vocab_size must be from 264 to 1048576, found 263", "min_frequency must be", "nowhere.bpe")
+    assert all(key in said for key in expected)
 
 
 def test_a_vocabulary_that_can_not_be_compared_with_is_refused_before_the_work(run, tmp_path, capsys):
@@ -504,3 +668,124 @@ def test_loading_is_fast(tmp_path):
         Tokenizer.load(tmp_path)
         seconds.append(time.process_time() - start)
     assert min(seconds) < 0.4
+
+
+def test_another_size_takes_the_saved_counts_and_gives_the_same(run, tmp_path, monkeypatch):
+    write_documents(tmp_path / "data", TOPICS[:40], TOPICS[40:43])
+    run("--vocab_size=700")
+    large = Tokenizer.load(run.folder).ranks
+    monkeypatch.setattr(train_tokenizer, "count_in_parallel", None)                  # may not be called again
+    assert run("--vocab_size=500")[0]["vocab_size"] == 500
+    small, before = Tokenizer.load(run.folder).ranks, results(run.folder)
+    assert small == large[:len(small)]
+    monkeypatch.undo()
+    with pytest.raises(TypeError):
+        monkeypatch.setattr(train_tokenizer, "count_in_parallel", None)
+        run("--vocab_size=500", "--pattern=gpt2")                                    # other pieces
+    monkeypatch.undo()
+    (run.folder / "counts.zst").write_bytes((run.folder / "counts.zst").read_bytes()[:-9])
+    (run.folder / "report.json").unlink()
+    run("--vocab_size=500")
+    assert results(run.folder) == before
+
+
+def test_keys_for_pattern_boundary_and_special_tokens(run, tmp_path):
+    text = "we call frobnicate(12345) and frobnicate again, 12345 times\n" * 40
+    write_documents(tmp_path / "data", [text], [text])
+    report, printed = run("--vocab_size=420", "--digits=2", "--boundary=none", "--special_tokens=<|tool|>,<|x y|>",
+                          "--multiple_of=64", "--reserved_tokens=3", "--byte_order=identity")
+    ours = Tokenizer.load(run.folder)
+    assert ours.ranks[:256] == [bytes([byte]) for byte in range(256)] and report["vocab_size"] == ours.vocab_size
+    assert report["rows"] % 64 == 0 and 0 <= report["rows"] - ours.vocab_size < 64
+    first = len(ours.ranks)
+    assert [name for name, id in sorted(ours.specials.items(), key=lambda item: item[1])] == [
+        *SPECIAL_TOKENS, "<|tool|>", "<|x y|>", "<|reserved_0|>", "<|reserved_1|>", "<|reserved_2|>"]
+    assert min(ours.specials.values()) == first
+    tokens = [ours.token_bytes[id] for id in ours.encode("call frobnicate(12345)")]
+    assert tokens == [b"call", b" ", b"frobnicate", b"(", b"12", b"34", b"5", b")"]
+    row = report["held_out"][0]
+    assert row["names_whole"] == {"names": 1, "with_space": 0.0, "without": 1.0} and row["lossless"]
+    marked = run("--vocab_size=420", "--boundary=marker")[0]
+    ours = Tokenizer.load(run.folder)
+    tokens = [ours.token_bytes[id] for id in ours.encode("call frobnicate")]
+    assert ours.prefix == " " and tokens == [b" call", b" frobnicate"]
+    assert marked["held_out"][0]["lossless"] and marked["hash"] != report["hash"]
+    plain = run("--vocab_size=420")[0]
+    assert plain["hash"] not in (marked["hash"], report["hash"])
+    assert run("--vocab_size=420", "--digits=3")[0]["hash"] == plain["hash"]
+
+
+@pytest.mark.parametrize("pattern, reason", [
+    (r"\w+", "passes over some characters"), (r"\w*|\W", "where nothing is"), (r"(\w+)|\W+", "groups"),
+    (r"(", "no regular expression"), (r"\p{N}{1,3}+|\s|\S", "possessive")])
+def test_a_pattern_that_would_lose_text_is_refused(pattern, reason, run, tmp_path, capsys):
+    write_documents(tmp_path / "data", TOPICS[:1])
+    with pytest.raises(SystemExit) as stop:
+        run("--vocab_size=300", f"--pattern={pattern}")
+    assert stop.value.code == 2 and reason in capsys.readouterr().err
+
+
+def test_the_share_that_a_pattern_loses_is_counted(run, tmp_path, capsys):
+    """A hole beyond the characters that are looked at before."""
+    pattern = r"[^\u4e00-\u4eff]+"
+    write_documents(tmp_path / "data", ["a" * 97 + "\u4e00\u4e01\u4e02"])
+    with pytest.raises(SystemExit) as stop:
+        run("--vocab_size=300", f"--pattern={pattern}")
+    assert stop.value.code == 2 and "3 of 100 characters (3 %)" in capsys.readouterr().err
+    write_documents(tmp_path / "data", ["ab ab"])
+    report = run("--vocab_size=300", f"--pattern={pattern}", "--min_frequency=1")[0]
+    assert report["vocab_size"] == 256 + 3 + 7                            # ab, " ab", "ab ab": one piece
+
+
+def test_all_of_the_report(run, tmp_path, capsys):
+    val = ("The quick brown fox jumps over the lazy dog and away.\nfor x in range(3):\n    total = parse_line(x)\n"
+           "1 2 3 4 5 6\nthe word \u4f60\u597d means hello\n")
+    write_documents(tmp_path / "data", TOPICS[:30], [val])
+    for name, text in (("de", "Der schnelle braune Fuchs"), ("ja", "\u3053\u3093\u306b\u3061\u306f " * 9)):
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
+    other = tmp_path / "others" / "small"
+    make_tokenizer([]).save(other)
+    ranks = "\n".join(f"{base64.b64encode(bytes([byte])).decode()} {id}" for id, byte in enumerate(BYTE_ORDER))
+    (tmp_path / "others" / "cl100k_x.tiktoken").write_text(ranks)
+    (tmp_path / "others" / "notes.md").write_text("nothing")
+    words = ("--vocab_size=900", f"--languages=de={tmp_path}/de.txt,ja={tmp_path}/ja.txt",
+             f"--compare={tmp_path}/others")
+    report, printed = run(*words, "--watch=3")
+    assert [row["name"] for row in report["held_out"]] == ["ours", "cl100k_x.tiktoken", "small"]
+    assert set(report["kinds"]) == {"prose", "code", "numbers", "mixed languages", "de", "ja"}
+    ja, bytes_alone = report["kinds"]["ja"]["ours"], report["kinds"]["ja"]["small"]
+    assert ja["byte_fallback"] > 0.9 and bytes_alone["bytes_per_token"] == 1.0 and bytes_alone["unknown"] == 0
+    row = report["held_out"][1]
+    assert row["digits"]["5"] == 5.0 and row["names_whole"]["names"] == 2 and row["rarest_words"]["words"] >= 1
+    own, ours = report["vocabulary"], Tokenizer.load(run.folder)
+    assert own["unreachable"]["tokens"] == 0 and own["half_characters"] == 128 and len(own["longest"]) == 10
+    used = {id for text in TOPICS[:30] for id in ours.encode(text)}
+    assert own["unused"]["tokens"] == len(ours.ranks) - len(used)
+    page = (run.folder / "report.md").read_text()
+    expected = ("bytes per token", "mixed languages", "longest tokens", "unreachable", "names whole")
+    assert all(word in page for word in expected)
+    merges = [line for line in printed.splitlines() if " times" in line and "+" in line]
+    counts = {p.encode(): n for p, n in count_pieces(TOPICS[:30], PATTERNS["gpt4"]).items()}
+    assert len(merges) == 3 and merges[0].split()[0] == "256"
+    assert [int(line.split()[-2].replace(",", "")) for line in merges] == [n for _, _, n in merging.merges_of(
+        list(counts), list(counts.values()), 3)]
+    said = capsys.readouterr()
+    words = [f"--data_dir={tmp_path / 'data'}", "--show=the \u4f60\n`\x1b[31m`"]
+    train_tokenizer.main(configure(vars(train_tokenizer), words))
+    said = capsys.readouterr().out
+    assert "\x1b[31m" not in said and "\u2581" in said and "<E4>" in said and " tokens of 16 bytes: " in said
+
+
+def test_files_to_learn_from_and_wrong_ones(run, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("low low lower " * 20)
+    (tmp_path / "b.txt").write_text("low")
+    report, _ = run("--vocab_size=300", f"--inputs={tmp_path}/a.txt", f"--held_out={tmp_path}/b.txt")
+    assert report["held_out"][0]["bytes"] == 3 and b" low" in Tokenizer.load(run.folder).ranks
+    assert run("--vocab_size=300", f"--inputs={tmp_path}/a.txt")[0]["held_out"][0]["documents"] == 0
+    with pytest.raises(SystemExit) as stop:
+        run("--inputs=nowhere.txt", "--languages=de", "--boundary=x", "--digits=4", "--special_tokens=<|eos|>",
+            "--byte_order=y")
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and all(word in said for word in (
+        "nowhere.txt", "(no name)", "boundary must be one of space, marker, none", "digits must be from 1 to 3",
+        "'<|eos|>' stands", "byte_order"))
