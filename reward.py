@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 from engine import chat, checkpoint, rl
+from engine.alive import Alive
 from engine.files import write_json
 from engine.generate import generate
 from engine.hf import find_folder, read_model
@@ -42,7 +43,7 @@ from engine.monitor import Monitor
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr
 from engine.parallel import accumulate, all_sum, compile_blocks, finish, start, wrap
 from engine.rankings import longest, micro_batches, pairs_of, read_rankings
-from engine.run import open_run, refuse_missing, refuse_once, save_when_due
+from engine.run import end_step, open_run, refuse_missing, refuse_once
 from engine.shards import step_blocks, steps_by_length
 
 data_dir = "data/demo"         # its chat/ holds the preferences
@@ -207,8 +208,13 @@ def show(result, folder):
 # --- The run ---------------------------------------------------------------------------------------------------------
 
 def main(config):
-    # 1. Where we are, and whether there is anything left to do.
     setup = start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
+    with Alive(setup) as alive:
+        learn(config, setup, alive)
+
+
+def learn(config, setup, alive):
+    # 1. Whether there is anything left to do.
     data = Path(config.data_dir) / "chat"
     train_file, source = data / "preferences_train.jsonl", find_folder(config.init_from or Path(config.out_dir) / "sft")
     refuse_missing(setup, {train_file: "preferences"},
@@ -288,9 +294,9 @@ def main(config):
         if done % config.log_every == 0 or done == steps:
             line = f"loss {loss:.4f}  ranked right {accuracy:.1%}"
             monitor.log(done, line, loss=loss, along=share, accuracy=accuracy, lr=lr, grad_norm=norm)
+        leaving = alive.leaving()
         if done < steps:
-            if saving := save_when_due(run, done, steps, config, modules, moments, tokenizer, {}, setup):
-                monitor.log(done, save_seconds=saving)
+            end_step(run, done, steps, config, modules, moments, tokenizer, {}, setup, monitor, leaving)
     monitor.close()
 
     # 5. What it knows: on pairs that it has not seen, and on pairs that differ in nothing but length.

@@ -52,6 +52,7 @@ from torch.nn.functional import pad
 
 from chatdata import remark
 from engine import chat, checkpoint, rl
+from engine.alive import Alive
 from engine.files import printable, read_json, write_json
 from engine.generate import generate
 from engine.hf import find_folder, read_model
@@ -59,7 +60,7 @@ from engine.loss import logprobs
 from engine.monitor import Monitor
 from engine.optim import adamw, clip, lr_at, optimiser_problems, set_lr
 from engine.parallel import accumulate, all_sum, finish, my_share, start, wrap
-from engine.run import open_run, refuse_missing, refuse_once, save_when_due
+from engine.run import end_step, open_run, refuse_missing, refuse_once
 from engine.shards import step_blocks
 
 data_dir = "data/demo"         # its chat/ holds the prompts
@@ -461,11 +462,16 @@ def read_models(config, setup):
 
 
 def main(config):
-    # Where we are, and whether there is anything left to do. RL on a CPU is in fp32: bf16 moves the ratio by more than
-    # a step of PPO does.
+    # RL on a CPU is in fp32: bf16 moves the ratio by more than a step of PPO does.
     on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
     dtype = "fp32" if config.dtype == "auto" and on_cpu else config.dtype
     setup = start(config.device, dtype, config.deterministic, config.threads, config.seed)
+    with Alive(setup) as alive:
+        ppo(config, setup, alive)
+
+
+def ppo(config, setup, alive):
+    # Whether there is anything left to do.
     refuse_once(setup, *problems_of(config, setup))
     data = Path(config.data_dir) / "chat"
     files = [data / f"prompts_{name}.jsonl" for name in ("train", "val")]
@@ -567,11 +573,10 @@ def main(config):
         if done % config.log_every == 0 or done == config.updates:
             line = "score {score:+.2f}  gold {gold:+.2f}  kl {kl:.2f}  stops {stop_rate:.0%}  length {length:.1f}"
             monitor.log(done, line.format(**numbers), **numbers)
+        leaving = alive.leaving()
         if done < config.updates:
             facts = {"kl_coef": kl_coef, "before": at_start}
-            saving = save_when_due(run, done, config.updates, config, modules, moments, tokenizer, facts, setup)
-            if saving:
-                monitor.log(done, save_seconds=saving)
+            end_step(run, done, config.updates, config, modules, moments, tokenizer, facts, setup, monitor, leaving)
     monitor.close()
 
     # What has come of it, on the held-out prompts.

@@ -36,13 +36,14 @@ from configurator import configure
 import numpy as np
 import torch
 
-from engine import chat, checkpoint, parallel
+from engine import chat, checkpoint, ladder, parallel
+from engine.alive import Alive
 from engine.files import write_json
 from engine.hf import find_folder, lengthen, read_config, read_model
 from engine.loss import model_losses
 from engine.monitor import Monitor, read_log
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
-from engine.run import open_run, refuse_hopeless, refuse_missing, refuse_once, save_when_due
+from engine.run import end_step, on_main, open_run, refuse_missing, refuse_once
 from engine.shards import steps_by_length
 from techniques import lora
 
@@ -89,7 +90,11 @@ save_light = 1000
 save_full = 100
 keep = 1                        # newest checkpoints of each kind that are kept; 0: all
 keep_best = 1                   # light ones that are kept beyond those, for the lowest held-out loss
-max_bad_steps = 10              # so many steps in a row with a loss or gradient that is not finite end the run
+max_bad_steps = 10              # so many skipped steps in a row end the run
+on_spike = "log"                # a gradient norm that leaps, see engine/ladder.py: 'log' it, 'skip' the step, or 'stop'
+spike_z = 6.0                   # standard deviations above the mean of the recent norms that are a leap; 0: no matter
+spike_norm = 0.0                # after the warm-up a norm above this is a leap as well; 0: no matter
+spike_window = 128              # recent norms: those of so many steps
 # the machine
 device = "auto"
 dtype = "auto"
@@ -215,7 +220,7 @@ def evaluate(model, examples, config, pad_id, setup):
 def check(config, shape, setup):
     """Everything about the settings that can not work, at once."""
     problems = config.below_one("batch_size", "micro_batch_size", "window", "epochs", "log_every", "eval_every",
-                                "eval_conversations", "max_bad_steps", "max_steps")
+                                "eval_conversations", "max_steps") + ladder.ladder_problems(config)
     if config.max_length is not None and not 2 <= config.max_length <= shape.block_size:
         problems.append(f"max_length must lie between 2 and the model's context, {shape.block_size} (or choose a "
                         f"rope_scaling); found {config.max_length}")
@@ -229,8 +234,13 @@ def check(config, shape, setup):
 
 
 def main(config):
-    # 1. Where we are, the model to tune, and one run per folder.
     setup = parallel.start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
+    with Alive(setup) as alive:
+        tune(config, setup, alive)
+
+
+def tune(config, setup, alive):
+    # 1. The model to tune, and one run per folder.
     data = Path(config.data_dir) / "chat"
     path = Path(config.conversations or data / "conversations_train.jsonl")
     val_path = Path(config.val_conversations or data / "conversations_val.jsonl")
@@ -273,8 +283,8 @@ def main(config):
     optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay,
                                (config.beta1, config.beta2))
     modules, moments = {"model": model}, {"model": optimizers}
-    state = checkpoint.resume(run, modules, moments, setup) or {"step": 0, "in_a_row": 0}
-    in_a_row = state["in_a_row"]
+    state = {"step": 0, "in_a_row": 0, "recent": [], **(checkpoint.resume(run, modules, moments, setup) or {})}
+    in_a_row, recent = state["in_a_row"], state["recent"]
     model = parallel.wrap(model, setup)
 
     # 4. What it will cost.
@@ -300,38 +310,40 @@ def main(config):
         batches = micro_batches(examples, numbers, config, tokenizer.pad_id, setup)
         totals = forward_backward(model, batches, end_id, setup, config.loss_chunk)
         norm = clip(model.parameters(), config.grad_clip).item()
-        good = math.isfinite(totals["loss"] + norm)     # the same on every rank; one NaN in Adam's moments stays there
-        in_a_row = 0 if good else in_a_row + 1
+        wrong = ladder.trouble(totals["loss"], norm, recent, step >= warmup, config)       # the same on every rank
+        deed = ladder.rung(totals["loss"], norm, wrong, in_a_row + 1, config)
         lr = lr_at(step, max_steps, config.learning_rate, warmup, config.schedule, config.final_lr)
         for optimizer in optimizers:
             set_lr(optimizer, lr)
-            if good:
-                optimizer.step()
+            if not deed:
+                optimizer.step()                    # never with a NaN: in Adam's moments it would stay
             optimizer.zero_grad(set_to_none=True)
+        in_a_row, recent = (in_a_row + 1, recent) if deed else (0, [*recent, norm][-config.spike_window:])
         done, seconds = step + 1, time.perf_counter() - began
         first, last = step == state["step"], done == max_steps
 
         record, line = {}, ""
-        if not good:
-            record = {"loss": totals["loss"], "grad_norm": norm, "skipped": True, "conversations": numbers}
-            line = f"loss {totals['loss']}, gradient norm {norm}: step skipped, {in_a_row} in a row"
-        elif first or last or done % config.log_every == 0:
+        if deed:
+            record = {"loss": totals["loss"], "grad_norm": norm, "skipped": True, "wrong": wrong, "conversations": numbers}
+            line = f"{wrong}: step skipped, {in_a_row} in a row"
+        elif wrong or first or last or done % config.log_every == 0:
             padding, speed = 1 - (lengths[numbers] - 1).sum() / totals["positions"], totals["positions"] / seconds
             record = {**totals, "lr": lr, "grad_norm": norm, "padding": padding, "tokens_per_second": speed,
                       "step_seconds": seconds}
             line = (f"loss {totals['loss']:.4f}  end {totals['loss_end']:.4f}  lr {lr:.2e}  norm {norm:.2f}  "
-                    f"{speed:,.0f} tokens/s  padding {padding:.0%}")
+                    f"{speed:,.0f} tokens/s  padding {padding:.0%}  {wrong}")
         if last or done % config.eval_every == 0:
             record["val_loss"] = evaluate(model, val_examples, config, tokenizer.pad_id, setup)
             line += f"  held-out loss {record['val_loss']:.4f}"
         if record:
             monitor.log(done, line.strip(), **record)
-        refuse_hopeless(in_a_row, done, "conversations", config, setup)
-        facts = {"in_a_row": in_a_row, "config_hash": config.hash, "tokenizer_hash": tokenizer.hash,
+        if deed == "stop":
+            on_main(lambda: ladder.decide(deed, run, step, wrong, in_a_row, [], [], config), setup)
+        facts = {"in_a_row": in_a_row, "recent": recent, "config_hash": config.hash, "tokenizer_hash": tokenizer.hash,
                  "val_loss": record.get("val_loss")}
-        if saving := save_when_due(run, done, max_steps, config, modules, moments, tokenizer, facts, setup,
-                                   plain=lora.merged):
-            monitor.log(done, save_seconds=saving)
+        leaving = alive.leaving()
+        end_step(run, done, max_steps, config, modules, moments, tokenizer, facts, setup, monitor, leaving,
+                 plain=lora.merged)
         monitor.advance()
 
     # 6. The end.

@@ -30,7 +30,7 @@ from configurator import configure, refuse
 import torch
 
 from engine import checkpoint, ladder
-from engine.alive import TRY_AGAIN, Alive
+from engine.alive import Alive
 from engine.files import write_json
 from engine.gauges import Gauges, flops_per_token
 from engine.hf import find_folder, inexpressible, lengthen, load_weights, read_config
@@ -40,7 +40,7 @@ from engine.loss import model_losses
 from engine.monitor import Monitor, read_log
 from engine.optim import LossScale, clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
 from engine.parallel import bare, data_sum, divide, finish, from_main, keep_memory, my_share, refuse_once, start
-from engine.run import on_main, open_run, refuse_missing, save_when_due
+from engine.run import end_step, on_main, open_run, refuse_missing
 from engine.samples import log_sample, open_samples
 from engine.shards import batch, begins_of
 from engine.tokenizer import Tokenizer, find_tokenizer
@@ -460,16 +460,7 @@ def pretrain(config, setup, alive):
         facts = {"tokens": tokens, "loss_scale": [scaled.value, scaled.since], "in_a_row": in_a_row, "recent": recent, "rollbacks": rollbacks,
                  "config_hash": config.hash, "data_hash": train.data_hash, "tokenizer_hash": tokenizer.hash,
                  "val_loss": record.get("val_loss")}
-        saving = save_when_due(run, done, config.max_steps, config, modules, moments, tokenizer, facts, setup, leaving)
-        if saving:
-            monitor.log(done, save_seconds=saving)
-        if leaving and not last:
-            checkpoint.wait()
-            setup.say(f"asked to leave: step {done} is saved in {checkpoint.folder_of(run, 'full', done)}, the same "
-                      "command continues")
-            monitor.close()
-            finish(setup)
-            raise SystemExit(TRY_AGAIN)
+        end_step(run, done, config.max_steps, config, modules, moments, tokenizer, facts, setup, monitor, leaving)
         monitor.advance()
         watch.end()
         step = done

@@ -18,8 +18,11 @@ import sys
 import threading
 import time
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+
+from engine import parallel
 
 TRY_AGAIN = 75          # exit status: nothing is wrong that a user could mend; the same command continues
 BEAT = 0.5              # seconds
@@ -29,7 +32,7 @@ SHORT = 6               # so many beats suffice when it is known that something 
 class Alive:
     """`with Alive(setup, timeout) as alive:` around all that a rank does. timeout: seconds without a sign of life."""
 
-    def __init__(self, setup, timeout):
+    def __init__(self, setup, timeout=60.0):
         self.setup, self.timeout = setup, timeout
         self.asked = 0                  # the signal that was received
         self.over = threading.Event()
@@ -50,13 +53,20 @@ class Alive:
     def _note(self, number, frame):
         self.asked = number
 
+    def leaving(self):
+        """Whether any rank was asked to leave, on all of them; all must call it."""
+        return parallel.all_sum(torch.tensor(self.asked, device=self.setup.device), self.setup).item() > 0
+
     def __exit__(self, kind, error, trace):
         lost = []
         if self.setup.world > 1:
             # A refusal may come of an error in a collective, too: it is then the context of the refusal.
             errors = (error, error and error.__context__)
             broken = any(isinstance(each, (RuntimeError, CheckpointException)) for each in errors)
-            lost = self._still(SHORT) if broken else []
+            try:
+                lost = self._still(SHORT) if broken else []
+            except RuntimeError:
+                self.thread.join(20)    # it finds the store gone as well, says so and leaves
             self.over.set()
             self.thread.join(20)        # a thread that is in torch's C++ when Python ends may keep it from ending
             with contextlib.suppress(RuntimeError):         # the store itself may be gone
@@ -92,15 +102,10 @@ class Alive:
     def _still(self, beats):
         """Sentences about the other ranks that give no sign of life for so many beats."""
         signs = lambda: [self.store.get(str(rank)).decode() for rank in range(self.setup.world)]
-        try:
-            before = signs()
-            for _ in range(beats):
-                time.sleep(BEAT)
-            after = signs()
-        except RuntimeError:
-            return []
-        lost = []
-        for rank, (old, new) in enumerate(zip(before, after)):
+        before, lost = signs(), []
+        for _ in range(beats):          # and not one long sleep, since a machine may be suspended in it
+            time.sleep(BEAT)
+        for rank, (old, new) in enumerate(zip(before, signs())):
             count, who = new.split(", ", 1)
             if new == old and rank != self.setup.rank and count != "done":
                 lost.append(f"rank {rank} ({who}) " + ("has ended; what it said is above" if count == "ended" else

@@ -40,6 +40,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 # CheckpointException is a BaseException: `except Exception` would let it through.
 FAILURES = (OSError, SafetensorError, RuntimeError, CheckpointException)
+REFUSED = "one of its files could not be written"         # which a refusal has said before
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
@@ -61,7 +62,7 @@ def save_light(run_dir, step, model, tokenizer, setup, extra=None):
         hf.save_model(temporary, bare(model), tokenizer, tensors)
         _complete(temporary, final, "training.json", json_text({"step": step, **(extra or {})}))
     with _refusing(final):
-        _on_main(write, setup)
+        on_main(write, setup)
     return final
 
 
@@ -78,9 +79,9 @@ def save_full(run_dir, step, modules, optimizers, state, setup, in_background=Fa
     group = _background_group(setup) if in_background else None
 
     def write():
-        _on_main(lambda: _new_folder(final), setup, group)
+        on_main(lambda: _new_folder(final), setup, group)
         dcp.save(tensors, checkpoint_id=_temporary(final) / "state", process_group=group, no_dist=setup.world == 1)
-        _on_main(lambda: _complete(_temporary(final), final, "state.json", text), setup, group)
+        on_main(lambda: _complete(_temporary(final), final, "state.json", text), setup, group)
         if then and setup.is_main:
             then()
     if in_background:
@@ -126,18 +127,20 @@ def _copied(tensors):
     return copies
 
 
-def _on_main(work, setup, group=None):
-    """Rank 0 does work(); the others wait for it, and fail as it did."""
-    problem = None
-    if setup.is_main:
-        try:
-            work()
-        except FAILURES as error:
-            problem = _first_line(error)
-        except SystemExit:                      # a refusal, which has said why
-            problem = "one of its files could not be written"
-    if problem := from_main(problem, setup, group):
-        raise RuntimeError(problem)
+def on_main(work, setup, group=None):
+    """What work() gives, on rank 0, and None on the others. When it fails there, the others fail as well; when it is
+    refused, they end, and do not bury the reason under a complaint about a lost connection."""
+    result = failure = None
+    try:
+        result = work() if setup.is_main else None
+    except (*FAILURES, SystemExit) as error:
+        failure = error
+    problem = from_main(failure and _first_line(failure), setup, group)
+    if failure:
+        raise failure
+    if problem:
+        raise SystemExit(2) if problem == REFUSED else RuntimeError(problem)
+    return result
 
 
 def _temporary(final):
@@ -162,7 +165,7 @@ def _complete(temporary, final, name, text):
 def _refusing(final):
     try:
         yield
-    except FAILURES as error:
+    except (*FAILURES, SystemExit) as error:
         free = shutil.disk_usage(final.parent).free if final.parent.exists() else 0
         shutil.rmtree(_temporary(final), ignore_errors=True)
         refuse(f"the checkpoint {final} could not be written: {_first_line(error)} ({free:,} bytes are free on that disk). The "
@@ -171,6 +174,8 @@ def _refusing(final):
 
 
 def _first_line(error):
+    if isinstance(error, SystemExit):
+        return REFUSED
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     if "unexpected pos" in str(error):          # all that torch.save says when its file could not take what it wrote
@@ -180,13 +185,16 @@ def _first_line(error):
 
 def prune(run_dir, kind, keep, keep_best=0):
     """Removes all but the newest `keep` checkpoints (0: keeps all), and but the `keep_best` with the lowest held-out loss
-    among those that were measured when they were saved.
+    among those that were measured when they were saved. What was set aside goes once the run is there again.
 
     Only what is read now and found sound counts as kept: nothing is removed for the sake of a broken one."""
-    steps = steps_of(run_dir, kind)
-    if not keep or len(steps) <= keep:
+    steps, set_aside = steps_of(run_dir, kind), [*Path(run_dir).glob(f"{PREFIX[kind]}_????????.abandoned-*")]
+    if not keep or len(steps) <= keep and not set_aside:
         return
     sound = [step for step in steps if not verify(folder_of(run_dir, kind, step))]
+    for folder in set_aside:
+        if int(folder.stem[-8:]) <= max(sound, default=-1):
+            shutil.rmtree(folder, ignore_errors=True)
     if len(sound) < keep:
         return
     measured = {step: read_json(folder_of(run_dir, kind, step) / "training.json", missing={}).get("val_loss")

@@ -9,6 +9,8 @@ model's score) lie apart, in heads.safetensors.
 What a config.json asks for and we do not do is refused by name, and so is a key that we do not know: a model that is
 computed a little differently answers fluently and wrongly.
 """
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -350,7 +352,7 @@ def load_weights(model, folder, put=torch.Tensor.copy_):
     """Fills the model from a folder's safetensors, in bf16, fp16 or fp32. Every tensor must be there with its shape;
     all that are wrong are listed at once, with the keys that decide them. Never leaves a weight as it was drawn,
     but for a scalar head or heads for later tokens that the folder does not have.
-    put(parameter, whole): keeps a part of it, where parameters are parts."""
+    put(parameter, whole): keeps a part of it, where parameters are parts. Says so when a number is not finite."""
     folder = Path(folder)
     index, heads = folder / "model.safetensors.index.json", folder / "heads.safetensors"
     try:
@@ -392,10 +394,17 @@ def load_weights(model, folder, put=torch.Tensor.copy_):
     problems += [f"{name} is of {part.get_dtype()}, expected BF16, F16 or F32: quantised weights are not supported"
                  for name, part in found.items() if part.get_dtype() not in ("BF16", "F16", "F32")]
     refuse(*(f"{folder}: {problem}" for problem in problems))
+    spoiled = []
     for place, ours in files.items():
-        rows = [parameters[name].size(0) for name in ours]
-        for name, part in zip(ours, opened[place].get_tensor(place).split(rows)):
+        rows, tensor = [parameters[name].size(0) for name in ours], opened[place].get_tensor(place)
+        for name, part in zip(ours, tensor.split(rows)):
             put(parameters[name], part)
+        # The sum costs next to nothing, and may be infinite where no number is; a look at each is for that case only.
+        if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
+            spoiled.append(place)
+    if spoiled and os.environ.get("RANK", "0") == "0":
+        print(f"warning: {folder}: not all weights are finite, in {len(spoiled)} of {len(files)} tensors, first in "
+              f"{spoiled[0]}: what comes of them means nothing", file=sys.stderr, flush=True)
 
 
 def mismatches(wanted, found):

@@ -21,10 +21,10 @@ import torch
 
 from configurator import refuse
 from engine import checkpoint, parallel
+from engine.checkpoint import on_main
 from engine.files import printable, read_json, write_json
 from engine.loader import plan_step
 from engine.manifest import abandon, folder_of, steps_of
-from engine.run import on_main
 from engine.shards import read_jsonl_zst
 
 POLICIES = ("log", "skip", "rollback", "stop")
@@ -32,14 +32,14 @@ POLICIES = ("log", "skip", "rollback", "stop")
 
 def ladder_problems(config):
     """What is wrong with the keys that are used here, a sentence each."""
-    problems = config.below_one("max_bad_steps", "spike_window", "rollback_window")
-    if config.on_spike not in POLICIES:
-        problems.append(f"on_spike must be one of {', '.join(POLICIES)}, found '{config.on_spike}'")
-    if not 0 < config.rollback_lr <= 1:
-        problems.append(f"rollback_lr must be above 0 and at most 1, found {config.rollback_lr}")
-    problems += [f"{name} must not be negative, found {getattr(config, name)}"
-                 for name in ("spike_z", "spike_norm", "max_rollbacks") if getattr(config, name) < 0]
-    return problems
+    policies = [policy for policy in POLICIES if policy != "rollback" or goes_back(config)]
+    wrong = [f"on_spike must be one of {', '.join(policies)}, found '{config.on_spike}'"] * (config.on_spike not in policies)
+    return wrong + config.outside(max_bad_steps=(1,), spike_window=(1,), rollback_window=(1,), rollback_lr=(0.01, 1),
+                                  spike_z=(0,), spike_norm=(0,), max_rollbacks=(0,))
+
+
+def goes_back(config):
+    return hasattr(config, "max_rollbacks")         # train.py's alone
 
 
 def agree(loss, norm, asked, setup):
@@ -76,7 +76,7 @@ def rung(loss, norm, wrong, in_a_row, config):
         return config.on_spike
     if in_a_row < config.max_bad_steps:
         return "skip"
-    return "rollback" if config.on_spike in ("skip", "rollback") else "stop"
+    return "rollback" if config.on_spike in ("skip", "rollback") and goes_back(config) else "stop"
 
 
 # --- going back ------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def decide(deed, run, step, wrong, in_a_row, decisions, culprits, config):
         wrong = f"{in_a_row} steps in a row had a loss or gradient that is not finite or leaps, the last {wrong}"
     told = [f"step {step + 1}: {wrong}", *describe(culprits)]
     end = ("so the run ends. The last good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, or look "
-           "at the data: log.jsonl has the blocks of each skipped step.")
+           "at the data: log.jsonl says what each skipped step read.")
     if deed == "stop":
         refuse(*told, f"on_spike = '{config.on_spike}', {end}")
     whole = [k for k in steps_of(run, "full") if (folder_of(run, "full", k) / "manifest.json").exists() and k <= step]

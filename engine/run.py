@@ -9,6 +9,8 @@ import torch
 
 from configurator import changed_keys, refuse
 from engine import checkpoint, parallel
+from engine.alive import TRY_AGAIN
+from engine.checkpoint import on_main
 from engine.files import lock_folder, read_json, sha256_file, write_atomic, write_json
 from engine.layout import local
 from engine.parallel import refuse_once
@@ -72,19 +74,6 @@ def record(config, folder, prints):
     write_atomic(folder / "config_hash.txt", "".join(f"{what} {value}\n" for what, value in facts.items()))
 
 
-def on_main(work, setup):
-    """What work() gives, on rank 0, and None on the others. When it is refused there the others end as well, and do not
-    bury the reason under a complaint about a lost connection."""
-    try:
-        result = work() if setup.is_main else None
-    except SystemExit:
-        parallel.from_main(False, setup)
-        raise
-    if not parallel.from_main(True, setup):
-        raise SystemExit(2)
-    return result
-
-
 def fingerprint(path):
     """16 hex digits of what a file or a model's folder holds: of a folder with a manifest, that is the manifest. A text
     stands for itself."""
@@ -139,9 +128,16 @@ def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, f
     return time.perf_counter() - began
 
 
-def refuse_hopeless(in_a_row, step, what, config, setup):
-    """Ends a run of which so many steps in a row could not be learned from."""
-    if in_a_row >= config.max_bad_steps:
-        refuse_once(setup, f"step {step}: {in_a_row} steps in a row had a loss or gradient that is not finite, so the "
-                           "run ends. The last good checkpoint is as it was. Lower --learning_rate, try --dtype=fp32, "
-                           f"or look at the data of these steps: log.jsonl has their {what}.")
+def end_step(run, done, total, config, modules, optimizers, tokenizer, facts, setup, monitor, leaving,
+             plain=contextlib.nullcontext):
+    """save_when_due, which is logged. leaving: the process ends, with the exit status that says "the same command
+    continues"."""
+    if saving := save_when_due(run, done, total, config, modules, optimizers, tokenizer, facts, setup, leaving, plain):
+        monitor.log(done, save_seconds=saving)
+    if leaving and done < total:
+        checkpoint.wait()
+        setup.say(f"asked to leave: step {done} is saved in {checkpoint.folder_of(run, 'full', done)}, the same command "
+                  "continues")
+        monitor.close()
+        parallel.finish(setup)
+        raise SystemExit(TRY_AGAIN)

@@ -182,10 +182,6 @@ class TokenData:
         """Its inputs and, one further, its targets: (block_size + 1,) int64; fewer at the end of the data."""
         return self.read(int(block) * block_size, block_size + 1)
 
-    def read_block(self, block, block_size):
-        """Its inputs and, one further, its targets: (block_size + 1,) int64; fewer at the end of the data."""
-        return self.read(int(block) * block_size, block_size + 1)
-
     def read(self, start, count):
         """(count,) int64: the tokens from position `start` on; fewer at the end of the data."""
         end = min(start + count, self.n_tokens)

@@ -24,9 +24,7 @@ def watch_problems(config):
                         f"'{config.profile}'")
     elif found and int(found[1]) + int(found[2]) - 1 > config.max_steps:
         problems.append(f"profile = {config.profile} ends behind the last step, max_steps = {config.max_steps}")
-    if config.watch_stats < 0:
-        problems.append(f"watch_stats must not be negative, found {config.watch_stats}")
-    return problems
+    return problems + config.outside(watch_stats=(0,))
 
 
 class Watch:

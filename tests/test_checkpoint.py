@@ -11,7 +11,7 @@ import torch
 
 from engine import checkpoint
 from engine.files import read_json
-from engine.manifest import newest, publish, verify
+from engine.manifest import abandon, newest, publish, verify
 from engine.optim import adamw
 from small import ALONE, ROOT, byte_tokenizer, small_llama
 
@@ -158,6 +158,30 @@ def test_prune_keeps_the_newest_that_are_sound(tmp_path):
     assert left() == [4, 5]
     checkpoint.prune(tmp_path, "full", 0)
     assert left() == [4, 5]
+
+
+def test_what_was_set_aside_goes_when_the_run_is_there_again(tmp_path):
+    model, optimizer = trained(1)
+    for at in (2, 3, 4):
+        save(tmp_path, at, model, optimizer)
+    for at in (3, 4):
+        abandon(tmp_path / f"full_0000000{at}")
+    (tmp_path / "step_00000002.abandoned-1").mkdir()    # of the other kind
+    left = lambda: sorted(path.name for path in tmp_path.glob("full_*"))
+    set_aside = [f"full_0000000{at}.abandoned-1" for at in (3, 4)]
+    checkpoint.prune(tmp_path, "full", 2)
+    assert left() == ["full_00000002", *set_aside]      # the run has not come that far again
+    save(tmp_path, 3, model, optimizer)
+    damage("bit", tmp_path / "full_00000003")
+    checkpoint.prune(tmp_path, "full", 2)
+    assert set(left()) > set(set_aside)                 # nor this way
+    checkpoint.prune(tmp_path, "full", 0)
+    save(tmp_path, 4, model, optimizer)                 # to one more than are kept
+    checkpoint.prune(tmp_path, "full", 0)
+    assert set(left()) > set(set_aside)                 # where all is kept, this too
+    checkpoint.prune(tmp_path, "full", 3)
+    assert left() == ["full_00000002", "full_00000003", "full_00000004"]
+    assert (tmp_path / "step_00000002.abandoned-1").exists()
 
 
 def test_prune_keeps_the_best_as_well(tmp_path):

@@ -208,7 +208,7 @@ def test_looking_changes_no_bit(data, tmp_path):      # noqa: F811
 
 def test_wrong_settings_of_a_closer_look(data, tmp_path):      # noqa: F811
     said = refused(data, tmp_path / "out", "--max_steps=10", "--profile=5", "--watch_stats=-1")
-    assert "profile must be STEP:COUNT" in said and "watch_stats must not" in said
+    assert "profile must be STEP:COUNT" in said and "watch_stats must be at least 0" in said
     assert "profile must be" in refused(data, tmp_path / "out", "--profile=0:3")
     assert "ends behind the last step" in refused(data, tmp_path / "out", "--max_steps=10", "--profile=8:4")
 

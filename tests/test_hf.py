@@ -89,6 +89,23 @@ def test_another_shape_lists_every_tensor(tmp_path, capsys):
     assert said.count("see n_inner") == 3 and said.count("is not part of a model of this shape") == 9
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_weights_that_are_not_finite_are_loaded_with_a_warning(tmp_path, capsys, dtype):
+    model = small_llama(1, tie_embeddings=False).to(dtype)
+    for name, spoiled in (("whole", {}), ("spoiled", {"model.layers.0.mlp.up_proj.weight": float("nan"),
+                                                      "model.norm.weight": -float("inf")})):
+        (tmp_path / name).mkdir()
+        with torch.no_grad():               # the largest numbers, whose sum is none, are no fault
+            model.lm_head.weight.fill_(torch.finfo(dtype).max)
+            for place, value in spoiled.items():
+                model.get_parameter(place).view(-1)[-1] = value
+        hf.save_model(tmp_path / name, model, byte_tokenizer())
+        loaded, _ = hf.read_model(tmp_path / name)
+        assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.float())
+        said = capsys.readouterr().err
+        assert ("in 2 of 21 tensors, first in model.layers.0.mlp.up_proj.weight" in said) if spoiled else said == "", said
+
+
 def test_missing_tensors_are_named_and_nothing_is_left_random(tmp_path, capsys):
     save_model(tmp_path, small_llama(1), byte_tokenizer())
     tensors = load_file(tmp_path / "model.safetensors")

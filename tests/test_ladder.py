@@ -1,11 +1,13 @@
 """What is done about a bad step: the rules on made-up numbers, and a roll-back's bookkeeping on real folders."""
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+import sft
+import train
+from configurator import Config, configure
 from engine import ladder
 from engine.files import read_json, write_json
 from engine.loader import plan_step
@@ -13,11 +15,14 @@ from small import ALONE
 
 KEYS = dict(on_spike="log", spike_z=6.0, spike_norm=5.0, spike_window=8, max_bad_steps=3, rollback_window=4,
             rollback_lr=0.8, max_rollbacks=2)
+STAGES = {stage: configure(vars(stage), []) for stage in (train, sft)}
 RECENT = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 1.0, 1.0]
 
 
-def keys(**changed):
-    return SimpleNamespace(**{**KEYS, **changed}, below_one=lambda *names: [])
+def keys(stage=train, **changed):
+    config = STAGES[stage]
+    values = {name: value for name, value in {**KEYS, **changed}.items() if hasattr(config, name)}
+    return Config(config.script, {**dict(config.items()), **values}, [], {}, {})
 
 
 def trouble(norm, recent=RECENT, warm=True, loss=2.0, **changed):
@@ -42,6 +47,7 @@ def test_the_rungs():
     assert deeds == {"log": ["", "", "", "skip", "skip", "stop"], "stop": ["stop"] * 3 + ["skip", "skip", "stop"],
                      "skip": ["skip", "skip", "rollback"] * 2, "rollback": ["rollback"] * 3 + ["skip", "skip", "rollback"]}
     assert ladder.rung(2.0, 1.0, "", 1, keys(on_spike="stop")) == ""
+    assert [ladder.rung(*bad, 3, keys(sft, on_spike=policy)) for policy in ("log", "skip")] == ["stop"] * 2   # no way back
 
 
 def test_all_ranks_hear_of_a_nan():
@@ -53,6 +59,8 @@ def test_all_ranks_hear_of_a_nan():
 def test_keys_that_can_not_be(capsys):
     said = ladder.ladder_problems(keys(on_spike="retry", rollback_lr=1.5, spike_z=-1.0, max_rollbacks=-1))
     assert len(said) == 4 and "log, skip, rollback, stop" in said[0]
+    [said] = ladder.ladder_problems(keys(sft, on_spike="rollback"))
+    assert "one of log, skip, stop" in said and ladder.ladder_problems(keys(sft)) == ladder.ladder_problems(keys()) == []
 
 
 def checkpoint(run, kind, step, **state):

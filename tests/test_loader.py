@@ -322,6 +322,15 @@ def test_an_order_is_proven_over_kills_other_numbers_of_processes_and_roll_backs
     assert taken == [plan for plan in range(23) if plan not in (11, 12, 16)]
 
 
+def test_what_an_earlier_attempt_wrote_of_a_step_is_no_proof_of_it(tmp_path):
+    """The lines of step 8 are lost, as where a machine loses power; those of the attempt before are still there."""
+    run, data = run_folder(tmp_path, 12)
+    attempt(run, data, 1, 2, 1, 9)
+    attempt(run, data, 2, 2, 6, 7)
+    attempt(run, data, 2, 2, 9, 12)
+    assert "number 8 is the first wrong one: rank 0 of 1 has no line" in order_problems(run)[0]
+
+
 def test_the_first_wrong_step_is_named(tmp_path):
     run, data = run_folder(tmp_path, 12)
     attempt(run, data, 1, 4, 1, 9)

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -233,25 +234,29 @@ def test_training_pushes_chosen_over_rejected(world, tmp_path):
 
 
 def test_interrupted_and_continued_is_the_same(world, tmp_path, monkeypatch, capsys):
-    """Stopped in the middle of steps 4 and 9 and started again: the same bits as without the interruptions."""
+    """Stopped in the middle of step 4, asked to leave in step 9: the same bits as without the interruptions."""
     more = "--save_full=2", "--epochs=2", "--along_until=0.7"
     reward.main(config_of(world, tmp_path / "straight", *more))
     real, calls = reward.micro_batches, []
 
     def interrupt(*args):
         calls.append(1)
-        if len(calls) in (4, 11):
+        if len(calls) == 4:
             raise KeyboardInterrupt
+        if len(calls) == 11:
+            os.kill(os.getpid(), signal.SIGTERM)
         return real(*args)
     monkeypatch.setattr(reward, "micro_batches", interrupt)
-    for saved in (2, 8):                                                   # five steps an epoch: in the first, the second
-        with pytest.raises(KeyboardInterrupt):
+    for saved, end in ((2, KeyboardInterrupt), (9, SystemExit)):           # five steps an epoch: in the first, the second
+        with pytest.raises(end) as raised:
             reward.main(config_of(world, tmp_path / "broken", *more))
+        assert end is KeyboardInterrupt or raised.value.code == 75
+        del raised
         gc.collect()                                                       # the lock goes with the frame that holds it
         checkpoint.wait()
         assert checkpoint.newest(tmp_path / "broken" / "reward", "full").name == f"full_{saved:08}"
     reward.main(config_of(world, tmp_path / "broken", *more))
-    assert len(calls) == 4 + 7 + 2                                         # steps 1 to 3 (4), 3 to 8 (9), 9 and 10
+    assert len(calls) == 4 + 7 + 1                                         # steps 1 to 3 (4), 3 to 9, 10
     assert torch.equal(weights_of(tmp_path / "straight"), weights_of(tmp_path / "broken"))
     capsys.readouterr()
     reward.main(config_of(world, tmp_path / "broken", *more))

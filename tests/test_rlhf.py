@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -370,7 +371,8 @@ def test_reference_and_reward_model_are_frozen_and_the_others_move(world, tmp_pa
 
 
 def test_interrupted_and_continued_is_the_same(world, tmp_path, monkeypatch, capsys):
-    """Stopped inside the third update and started again: the same weights, and the same result to the last digit."""
+    """Stopped inside the third update, asked to leave in it the second time: the same weights and, to the last digit,
+    result."""
     options = ["--updates=4", "--save_full=2", "--kl_target=1.0", "--kl_horizon=16"]
     rlhf.main(config_of(world, tmp_path / "straight", *options))
     real, calls = rlhf.improve, []
@@ -379,11 +381,17 @@ def test_interrupted_and_continued_is_the_same(world, tmp_path, monkeypatch, cap
         calls.append(args[5])
         if len(calls) == 3:
             raise KeyboardInterrupt
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGUSR1)
         return real(*args)
     monkeypatch.setattr(rlhf, "improve", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        rlhf.main(config_of(world, tmp_path / "broken", *options))
-    gc.collect()                                                           # the lock goes with the frame that holds it
+    for end in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(end) as raised:
+            rlhf.main(config_of(world, tmp_path / "broken", *options))
+        assert end is KeyboardInterrupt or raised.value.code == 75
+        del raised
+        gc.collect()                                                       # the lock goes with the frame that holds it
+    assert checkpoint.newest(tmp_path / "broken" / "ppo", "full").name == "full_00000003"
     rlhf.main(config_of(world, tmp_path / "broken", *options))
     assert calls == [0, 1, 2, 2, 3]
     results, policies, logs = [], [], []

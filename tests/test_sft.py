@@ -4,8 +4,10 @@ import json
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import sft
 from configurator import configure
 from engine import chat, hf
 from engine.generate import generate
+from engine.manifest import newest
 from engine.monitor import read_log
 from engine.parallel import Setup
 from engine.shards import steps_by_length
@@ -328,18 +331,30 @@ def test_a_step_that_is_not_finite_is_skipped_and_many_in_a_row_end_the_run(worl
 
 
 def test_one_and_two_processes_give_the_same_losses(world):
-    """50 conversations in steps of 8: the last step of 2 gives each process one; with a batch of 7, one gets none."""
+    """50 conversations in steps of 8: the last step of 2 gives each process one; with a batch of 7, one gets none. The
+    two are asked to leave on the way, and continue."""
     one = read_log(world("one", "--batch_size=7", "--max_steps=8"))
     folder = world.folder
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--rdzv_backend=c10d",
-         "--rdzv_endpoint=localhost:0", str(ROOT / "sft.py"), f"--data_dir={folder / 'data'}",
-         f"--out_dir={folder / 'two'}",
-         f"--init_from={folder / 'base'}", "--batch_size=7", "--max_steps=8", "--micro_batch_size=3", "--threads=1",
-         "--device=cpu",
-         "--dtype=fp32", "--log_every=1", "--window=2"], capture_output=True, text=True, timeout=300, cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--rdzv_backend=c10d",
+             "--rdzv_endpoint=localhost:0", str(ROOT / "sft.py"), f"--data_dir={folder / 'data'}",
+             f"--out_dir={folder / 'two'}", f"--init_from={folder / 'base'}", "--batch_size=7", "--max_steps=8",
+             "--micro_batch_size=3", "--threads=1", "--device=cpu", "--dtype=fp32", "--log_every=1", "--window=2"]
+    def launched(number=None):
+        """What was said; the signal comes as soon as the run has its folder, and waits for the end of a step."""
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+                                   env={**os.environ, "OMP_NUM_THREADS": "1"})
+        deadline = time.time() + 100
+        while number and not (folder / "two" / "sft" / "config.json").exists() and time.time() < deadline:
+            time.sleep(0.01)
+        if number:
+            process.send_signal(number)
+        said, _ = process.communicate(timeout=300)
+        assert (process.returncode == 0) == (number is None), said
+        return said
+    said = launched(signal.SIGTERM)
+    found = newest(folder / "two" / "sft", "full")
+    assert f"is saved in {found}, the same command continues" in said and not (folder / "two" / "sft" / "result.json").exists()
+    assert f"continuing from {found}" in launched()
     two = read_log(folder / "two" / "sft")
     assert len(one) == len(two) == 8 and max(abs(a["loss"] - b["loss"]) for a, b in zip(one, two)) < 1e-5
     for a, b in zip(one, two):
