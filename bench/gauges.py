@@ -24,16 +24,10 @@ from engine import parallel
 from engine.gauges import Gauges, flops_per_token
 from engine.monitor import Monitor
 from engine.optim import clip, optimizers_of
-from model import Llama, ModelConfig
-from timing import in_turns, ratio
+from timing import demo_model, in_turns, ratio
 from train import forward_backward
 
-n_layer = 4
-n_head = 4
-n_embd = 256
-n_inner = 704
-vocab_size = 2048
-block_size = 256
+block_size = 256                # at most
 batch_tokens = 4096             # over all processes
 learning_rate = 4e-3
 matrix_learning_rate = 0.02
@@ -48,15 +42,12 @@ threads = 0
 
 def main(config):
     setup = parallel.start(config.device, config.dtype, None, config.threads, config.seed)
-    shape = ModelConfig(config.vocab_size, config.n_layer, config.n_head, config.n_head, config.n_embd, config.n_inner,
-                        config.block_size, tie_embeddings=True)
-    model = Llama(shape).init_weights(config.seed).to(setup.device)
-    n_params = model.n_params()
-    parallel.compile_blocks(model, setup, config.compile)
+    model = demo_model(config, setup)
+    shape, n_params = model.config, model.n_params()
     optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, 0.1)
     model = parallel.wrap(model, setup)
     rows = config.batch_tokens // config.block_size // setup.world
-    ids = torch.randint(0, config.vocab_size, (rows, config.block_size), device=setup.device)
+    ids = torch.randint(0, shape.vocab_size, (rows, config.block_size), device=setup.device)
     weights = torch.ones(ids.shape, device=setup.device)
     ends = SimpleNamespace(eos_id=0, bos_id=1)
     settings = SimpleNamespace(loss_chunk=0, z_loss=0.0, separate_documents=False, log_blocks=True, peak_flops=1e12)

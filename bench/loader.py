@@ -25,15 +25,9 @@ from engine.files import write_json
 from engine.loader import open_mixture, read_ahead
 from engine.loss import model_losses
 from engine.shards import batch
-from model import Llama, ModelConfig
-from timing import in_turns, ratio
+from timing import demo_model, in_turns, ratio
 
-n_layer = 4
-n_head = 4
-n_embd = 256
-n_inner = 704
-vocab_size = 2048
-block_size = 256
+block_size = 256                # at most
 micro_batch_size = 32
 batch_tokens = 8192
 megabytes = 600                 # of shards
@@ -54,7 +48,7 @@ def shards_of_holes(folder, config):
         with open(folder / "tokens" / name, "wb") as file:
             file.truncate(size)
     write_json(folder / "tokens" / "index.json", {
-        "dtype": "uint16", "vocab_size": config.vocab_size, "tokenizer_hash": "", "bos_id": 1, "eos_id": 2, "splits": {"train": {
+        "dtype": "uint16", "vocab_size": 2048, "tokenizer_hash": "", "bos_id": 1, "eos_id": 2, "splits": {"train": {
             "n_tokens": n_tokens, "n_docs": 1, "files": [{"name": "train_00000.bin", "tokens": n_tokens, "sha256": ""}],
             "offsets": {"name": "train_offsets.bin", "sha256": ""}}}})
     return folder / "tokens" / "train_00000.bin"
@@ -70,10 +64,7 @@ def resident():
 
 def main(config):
     setup = parallel.start(config.device, config.dtype, None, config.threads, config.seed)
-    shape = ModelConfig(config.vocab_size, config.n_layer, config.n_head, config.n_head, config.n_embd, config.n_inner,
-                        config.block_size, tie_embeddings=True)
-    model = Llama(shape).init_weights(config.seed).to(setup.device)
-    parallel.compile_blocks(model, setup, config.compile)
+    model = demo_model(config, setup)
     per_step, step = config.batch_tokens // config.block_size, 0
     with tempfile.TemporaryDirectory() as folder:
         path = shards_of_holes(Path(folder), config)

@@ -4,6 +4,9 @@ import time
 
 import torch
 
+from engine import parallel
+from model import Llama, ModelConfig
+
 
 def seconds_of(work, device):
     began = time.perf_counter()
@@ -22,6 +25,13 @@ def in_turns(works, rounds, device=torch.device("cpu"), warm_up=2):
             if number >= 0:
                 times[name].append(seconds)
     return times
+
+
+def demo_model(config, setup):
+    """The demonstration's Llama as train.py has it, compiled by config.compile."""
+    model = Llama(ModelConfig(2048, 4, 4, 4, 256, 704, 256, tie_embeddings=True)).init_weights(config.seed).to(setup.device)
+    parallel.compile_blocks(model, setup, config.compile)
+    return model
 
 
 def ratio(times, name, peer):

@@ -74,7 +74,7 @@ class Gauges:
         self.peak = config.peak_flops or peak_of(setup.device, setup.dtype)
         self.nvml = _nvml(setup.device) if setup.is_main else None
         self.counted, self.when = _counters(self.nvml), time.perf_counter()
-        known = f"{self.peak:.4g} FLOP/s" if self.peak else "unknown here; --peak_flops names it"
+        known = f"{self.peak:.4g} FLOP/s" if self.peak else "unknown; --peak_flops names it"
         self.formula = (f"mfu         {flops:.3e} FLOPs a token (6 N + 12 L H D S, engine/gauges.py) x tokens/s / "
                         f"{setup.world} devices / the peak of one, {known}")
 
@@ -112,7 +112,8 @@ class Gauges:
         speed = tokens / seconds
         record = {"tokens_per_second": speed, "step_seconds": seconds, **self.update_ratios(), **self.all_reduce(),
                   "mfu": self.flops * speed / self.setup.world / self.peak if self.peak else "unknown"}
-        record.update(self.largest({"data_seconds": waited, **memory(self.setup.device)}))
+        seen = parallel.from_all({"data_seconds": waited, **memory(self.setup.device)}, self.setup)
+        record.update({name: max(each.get(name, 0) for each in seen) for name in seen[0]})
         if not self.setup.is_main:
             return record
         counted, now = _counters(self.nvml), time.perf_counter()
@@ -129,15 +130,6 @@ class Gauges:
                 library, handle = self.nvml
                 record["gpu_utilisation"] = library.nvmlDeviceGetUtilizationRates(handle).gpu / 100
         return record
-
-    def largest(self, values):
-        """The largest of each value over the ranks; a rank that lacks one counts as 0."""
-        if self.setup.world == 1:
-            return values
-        names = ("data_seconds", *MEMORY)
-        box = torch.tensor([values.get(name, 0) for name in names], dtype=torch.float64, device=self.setup.device)
-        dist.all_reduce(box, dist.ReduceOp.MAX)
-        return {name: type(values[name])(value) for name, value in zip(names, box.tolist()) if name in values}
 
     def all_reduce(self):
         """Time and bus bandwidth of an all-reduce, in every tenth reading; the median of three. Waiting for late ranks
@@ -164,13 +156,9 @@ def _wait(device):
         torch.cuda.synchronize(device)
 
 
-MEMORY = ("rss_bytes", "rss_file_bytes", "gpu_memory_allocated_bytes", "gpu_memory_reserved_bytes",
-          "gpu_memory_peak_bytes")
-
-
 def memory(device):
-    """{name of MEMORY: bytes}: of this process (resident, and how much of that is mapped files or shared), and what
-    torch has of the GPU (in tensors, taken from the driver, most in tensors since the start)."""
+    """{name: bytes} of this process (resident, and how much of that is mapped files or shared), and what torch has of the
+    GPU (in tensors, taken from the driver, most in tensors since the start)."""
     found = {}
     try:
         with open("/proc/self/statm") as file:

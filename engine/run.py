@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from configurator import changed_keys, refuse
+from configurator import changed_keys
 from engine import checkpoint, parallel
 from engine.alive import TRY_AGAIN
 from engine.checkpoint import on_main
@@ -53,16 +53,14 @@ def open_run(config, stage, setup, **made_from):
 def refuse_other_disk(folder, setup, patience=5):
     """Refuses when a rank does not see what rank 0 does: a folder on each machine's own disk, or a relative one with
     other current folders. The lock file that rank 0 has just written tells; a network disk may show it seconds late."""
-    def seen():
-        path = folder / ".lock"
-        return path.read_text() if path.exists() else None
+    path = folder / ".lock"
+    seen = lambda: path.read_text() if path.exists() else None
     theirs, deadline = parallel.from_main(seen() if setup.is_main else None, setup), time.monotonic() + patience
     while (wrong := seen() != theirs) and time.monotonic() < deadline:
         time.sleep(0.1)
-    if parallel.all_sum(torch.tensor(float(wrong), device=setup.device), setup) > 0:
-        refuse(*[f"rank {setup.rank} on {socket.gethostname()} does not see the {folder.resolve()} that rank 0 does "
-                 f"({theirs.strip()}): every process needs the same out_dir, on a disk that all share"] * wrong)
-        raise SystemExit(2)
+    where = f"rank {setup.rank} on {socket.gethostname()} does not see the {folder.resolve()} that rank 0 does"
+    refuse_once(setup, *(f"{where} ({theirs.strip()}): every process needs the same out_dir, on a disk that all share"
+                         for where in parallel.from_all(wrong and where, setup) if where))
 
 
 def record(config, folder, prints):

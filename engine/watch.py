@@ -10,7 +10,6 @@ import re
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from engine import parallel
 
@@ -96,19 +95,15 @@ class Watch:
         loss. All ranks must call it."""
         if not self.sums:
             return {}
-        counts, sums, largest = zip(*self.sums.values())
-        sums, largest = torch.stack(sums), torch.stack(largest)                       # (2 n_layer, 2), (2 n_layer,)
-        added = parallel.all_sum(torch.cat([sums.new_tensor(counts)[:, None], sums], 1), self.setup)
-        if self.setup.world > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-        found = {}
-        for (block, what), (count, total, squares), most in zip(self.sums, added.tolist(), largest.tolist()):
+        ours, found = [(count, *sums.tolist(), most.item()) for count, sums, most in self.sums.values()], {}
+        for (block, what), *of_ranks in zip(self.sums, *parallel.from_all(ours, self.setup)):
+            counts, totals, squares, largest = zip(*of_ranks)
             # Backward starts from the loss times the ranks that share the data, since DDP and FSDP divide by them, and
             # in fp16 times its scale.
-            unit, mean = self.setup.dp * scale if what == "gradient" else 1, total / count
-            std = max(squares / count - mean * mean, 0) ** 0.5
+            unit, mean = self.setup.dp * scale if what == "gradient" else 1, sum(totals) / sum(counts)
+            std = max(sum(squares) / sum(counts) - mean * mean, 0) ** 0.5
             found.setdefault(f"layers.{block}", {}).update(
-                {f"{what}_mean": mean / unit, f"{what}_std": std / unit, f"{what}_max": most / unit})
+                {f"{what}_mean": mean / unit, f"{what}_std": std / unit, f"{what}_max": max(largest) / unit})
         return {"blocks_seen": found}
 
     # --- Where something stops being finite ----------------------------------------------------------------------
@@ -170,11 +165,7 @@ class Watch:
         step whose loss or gradient is not finite."""
         if not self.watching:
             return {}
-        findings = [self.finding]
-        if self.setup.world > 1:
-            findings = [None] * self.setup.world
-            dist.all_gather_object(findings, self.finding)
-        sentence = next(filter(None, findings), f"step {self.number}: finite in every module on every rank, and not in "
+        sentence = next(filter(None, parallel.from_all(self.finding, self.setup)), f"step {self.number}: finite in every module on every rank, and not in "
                                                 "the sum over micro-batches and ranks")
         self.setup.say(f"not finite  {sentence}")
         return {"not_finite": sentence}

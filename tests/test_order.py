@@ -52,7 +52,7 @@ def killed(out, settings, world, target, rng):
 
 
 def test_kills_and_other_numbers_of_processes_leave_the_stream_whole(tmp_path):
-    """kill -9 at the edge of an epoch and at random steps, the third before anything new was saved; 4, 2, 2, 3 processes."""
+    """kill -9 at the edge of an epoch, again before anything new was saved, and at a random step; 4, 2, 3 and 1 processes."""
     folders = [make_data(tmp_path / name, docs, seed) for name, docs, seed in (("large", 25, 1), ("small", 4, 2))]
     settings = [f"--data_dir={folders[0]}", f"--data_mix={ {str(folders[0]): 0.7, str(folders[1]): 0.3} }", "--log_samples=True",
                 f"--batch_tokens={32 * PER_STEP}", f"--max_steps={STEPS}", "--save_full=3", "--save_light=0", "--micro_batch_size=1"]
@@ -70,12 +70,10 @@ def test_kills_and_other_numbers_of_processes_leave_the_stream_whole(tmp_path):
     places = np.flatnonzero(source == 0)                                        # where in the stream the large one's blocks are
     edge = int(places[data.sizes[0] - 1]) // PER_STEP + 1                        # its first epoch ends within this step
     came = [killed(out, settings, 4, edge, rng)]
-    came.append(killed(out, settings, 2, rng.randint(came[0] + 2, came[0] + 6), rng))
-    saved = max(steps_of(run, "full"))
-    came.append(killed(out, settings, 2, saved + 1, rng))                       # X8: twice in a row
+    came.append(killed(out, settings, 2, max(steps_of(run, "full")) + 1, rng))  # X8: twice in a row
+    came.append(killed(out, settings, 3, max(steps_of(run, "full")) + rng.randint(7, 11), rng))     # two saves further
     assert came[2] < STEPS - 3 and order_problems(run) == [], came
-    ends = [(process.communicate(timeout=200)[0], process.returncode) for process in start(out, settings, 3)]
-    assert all(code == 0 for _, code in ends), ends
+    train(folders[0], out, *settings)
 
     lines = [read_samples(path_of(run, rank)) for rank in range(4)]
     worlds = [lines[0][step]["world"] for step in range(1, STEPS + 1)]
@@ -84,12 +82,12 @@ def test_kills_and_other_numbers_of_processes_leave_the_stream_whole(tmp_path):
         for rank in range(world):
             together[rank::world] = lines[rank][step]["blocks"]
         assert np.array_equal(together, stream[step - 1]), (step, came)
-    assert set(worlds) >= {4, 2, 3} or set(worlds) == {4, 3}, (worlds, came)     # of 2 processes nothing may have been saved
+    assert set(worlds) >= {4, 3, 1}, (worlds, came)                              # of 2 processes nothing may have been saved
     assert order_problems(run) == [], came
     losses = [[record["loss"] for record in read_log(folder / "pretrain")] for folder in (out, tmp_path / "whole")]
     assert len(losses[0]) == STEPS and np.abs(np.subtract(*losses)).max() < 1e-4, came
 
-    path = path_of(run, 2)                                                       # and the proof would have seen it
+    path = path_of(run, 0)                                                       # and the proof would have seen it
     text = path.read_text().splitlines(True)
     line = json.loads(text[-3])
     path.write_text("".join([*text[:-3], json.dumps({**line, "blocks": line["blocks"][::-1]}) + "\n", *text[-2:]]))
