@@ -15,7 +15,7 @@ from test_train import SHAPE
 
 # Large enough that a save takes a while: full checkpoints of 20 MB.
 LARGE = ("--n_embd=256 --n_inner=704 --tie_embeddings=False --warmup_steps=2 --max_steps=24 --save_full=4 "
-         "--save_light=8 --keep=3").split()
+         "--save_light=8 --keep=3 --dropout=0.1").split()
 STAGES = ("folder", "state", "metadata", "manifest", "renamed")
 
 

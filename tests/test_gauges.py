@@ -210,9 +210,19 @@ def test_wrong_settings_of_a_closer_look(data, tmp_path):      # noqa: F811
     assert "ends behind the last step" in refused(data, tmp_path / "out", "--max_steps=10", "--profile=8:4")
 
 
-def test_loss_of_each_source_by_hand(data, tmp_path):      # noqa: F811
-    other = make_data(tmp_path / "other", seed=3)
-    mix = f"--data_mix={{'{data}': 0.7, '{other}': 0.3}}"
+@pytest.fixture(scope="module")
+def on_two(data, tmp_path_factory):      # noqa: F811
+    """(a second folder of data, the folder of a run on two processes that reads both, its settings)"""
+    folder = tmp_path_factory.mktemp("two")
+    other = make_data(folder / "other", seed=3)
+    settings = ["--max_steps=12", "--watch_stats=6", "--log_every=1", "--peak_flops=1e9",
+                f"--data_mix={{'{data}': 0.7, '{other}': 0.3}}"]
+    launch(data, folder / "out", *settings, processes=2)
+    return other, folder / "out", settings
+
+
+def test_loss_of_each_source_by_hand(data, on_two, tmp_path):      # noqa: F811
+    other, mix = on_two[0], on_two[2][-1]
     train(data, tmp_path / "out", "--max_steps=2", mix)
     [record, _] = read_log(tmp_path / "out" / "pretrain")
     tokenizer = byte_tokenizer()
@@ -227,8 +237,7 @@ def test_loss_of_each_source_by_hand(data, tmp_path):      # noqa: F811
     assert not any(name.startswith("loss_of_") for name in record)
     train(data, tmp_path / "single", "--max_steps=1")
     assert not any(name.startswith("loss_of_") for name in read_log(tmp_path / "single" / "pretrain")[0])
-    launch(data, tmp_path / "two", "--max_steps=2", mix, processes=2)
-    two = read_log(tmp_path / "two" / "pretrain")[0]
+    two = read_log(on_two[1] / "pretrain")[0]
     assert {name: two[f"loss_of_{name}"] for name in tokens.names} == pytest.approx(by_hand, rel=1e-5)
 
 
@@ -285,14 +294,12 @@ def test_a_gradient_that_overflows_is_named_where_the_forward_pass_was_finite(da
 
 # --- Two processes ---------------------------------------------------------------------------------------------------
 
-def test_statistics_of_blocks_by_hand_and_on_two_processes(data, tmp_path):      # noqa: F811
+def test_statistics_of_blocks_by_hand_and_on_two_processes(data, on_two, tmp_path):      # noqa: F811
     """All sequences of a step at once, against 4 micro-batches and against 2 x 2. The same launch: the network is
     measured in the first reading and the eleventh, and the ratio is the same as on one process."""
-    settings = ["--max_steps=12", "--watch_stats=6", "--log_every=1", "--peak_flops=1e9"]
-    said = train(data, tmp_path / "one", *settings)
+    said = train(data, tmp_path / "one", *on_two[2])
     flops = float(re.search(r"mfu +([\d.e+]+) FLOPs a token", said)[1])
-    launch(data, tmp_path / "two", *settings, processes=2)
-    one, two = (read_log(tmp_path / name / "pretrain") for name in ("one", "two"))
+    one, two = read_log(tmp_path / "one" / "pretrain"), read_log(on_two[1] / "pretrain")
     assert [record["step"] for record in one if "blocks_seen" in record] == [6, 12]
     for a, b in zip(one, two, strict=True):
         assert a["update_ratio"] == pytest.approx(b["update_ratio"], rel=1e-3)

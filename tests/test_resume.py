@@ -35,8 +35,10 @@ def kill_all_after(data, out, step, *extra, processes):
     return last()
 
 
-@pytest.mark.parametrize("mode", ["fp32 eager", pytest.param("bf16 compiled", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fp32 eager", "bf16 compiled"])
 def test_two_processes_resume_bit_for_bit(data, tmp_path, mode):
+    """Beyond test_faults.py, which does the first in every run: small steps, and torch.compile."""
     extra = ["--max_steps=16", "--save_full=3", "--dropout=0.1"]
     extra += ["--dtype=bf16", "--compile=True"] if "bf16" in mode else []
     launch(data, tmp_path / "whole", *extra, processes=2)
