@@ -45,7 +45,7 @@ from engine.monitor import Monitor, read_log
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
 from engine.run import end_step, on_main, open_run, refuse_missing, refuse_once
 from engine.shards import steps_by_length
-from techniques import lora
+from techniques import distill, lora
 
 # data and folders
 data_dir = "data/demo"
@@ -81,6 +81,10 @@ lora_rank = 0                   # 0: all weights are tuned
 lora_alpha = 16.0               # the difference is multiplied by alpha / rank
 lora_dropout = 0.0
 lora_targets: tuple[str] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Distillation (techniques/distill.py): a larger model of the same tokenizer says what else could have stood there
+teacher = ""                    # its folder; empty: none
+teacher_weight = 0.5            # share of the loss that is the divergence from the teacher
+teacher_temperature = 2.0       # both are softened by it
 # looking and saving
 show = 0                        # print this many conversations with their loss weights, and end
 eval_every = 100
@@ -176,22 +180,24 @@ def micro_batches(examples, numbers, config, pad_id, setup):
 
 # --- One step ---------------------------------------------------------------------------------------------------------
 
-def weighted_losses(model, x, y, w, setup, chunk=0):
+def weighted_losses(model, x, y, w, setup, chunk=0, teacher=None):
     """(N,) fp32: the losses of a batch's N targets, times their weights. Only these reach the model's last layer."""
     keep = w > 0                                                           # (B, T)
     with setup.autocast():
+        if teacher:
+            return teacher.losses(model(x, keep=keep), y[keep], x, keep) * w[keep]
         _, losses = model_losses(model, x, y[keep], chunk, keep=keep)
     return losses * w[keep]
 
 
-def forward_backward(model, batches, end_id, setup, chunk=0):
+def forward_backward(model, batches, end_id, setup, chunk=0, teacher=None):
     """Gradients of the global step's weighted mean loss, left in the parameters.
 
     -> over all ranks: loss, loss_end (of <|end|> alone), weight (of all targets), positions (padding included)"""
     weight = parallel.all_sum(sum(w.sum(dtype=torch.float64) for _, _, w in batches), setup)
     total = torch.zeros(4, dtype=torch.float64, device=setup.device)
     for x, y, w in parallel.accumulate(batches, model):
-        losses = weighted_losses(model, x, y, w, setup, chunk)
+        losses = weighted_losses(model, x, y, w, setup, chunk, teacher)
         # By the global weight, not by this micro-batch's. DDP divides by the number of ranks, hence the factor.
         (losses.sum() * setup.world / weight.float()).backward()
         losses, at_end = losses.detach().double(), y == end_id
@@ -262,6 +268,12 @@ def tune(config, setup, alive):
     check(config, shape, setup)
     model, tokenizer = read_model(source, **settings)
 
+    teacher, teachers_folder = None, find_folder(config.teacher) if config.teacher else None
+    if teachers_folder:
+        large, theirs = read_model(teachers_folder)
+        refuse_once(setup, *distill.problems(config, tokenizer, theirs))
+        teacher = distill.Teacher(large.to(setup.device), config.teacher_weight, config.teacher_temperature)
+
     # 2. Conversations as ids and weights, and what became of those that do not fit.
     length = config.max_length or shape.block_size
     examples, lost = encode_file(path, tokenizer, length, config, setup)
@@ -271,7 +283,7 @@ def tune(config, setup, alive):
             setup.say(chat.coloured(tokenizer, ids.tolist(), weights.tolist()) + "\n")
         parallel.finish(setup)
         return
-    run, lock = open_run(config, "sft", setup, model=source, conversations=path)
+    run, lock = open_run(config, "sft", setup, model=source, conversations=path, **{"teacher": teachers_folder} if teacher else {})
     if lock is None:
         return
 
@@ -308,7 +320,7 @@ def tune(config, setup, alive):
     for step in range(state["step"], max_steps):
         began, numbers = time.perf_counter(), plan_of(step // per_epoch)[step % per_epoch]
         batches = micro_batches(examples, numbers, config, tokenizer.pad_id, setup)
-        totals = forward_backward(model, batches, end_id, setup, config.loss_chunk)
+        totals = forward_backward(model, batches, end_id, setup, config.loss_chunk, teacher)
         norm = clip(model.parameters(), config.grad_clip).item()
         wrong = ladder.trouble(totals["loss"], norm, recent, step >= warmup, config)       # the same on every rank
         deed = ladder.rung(totals["loss"], norm, wrong, in_a_row + 1, config)
