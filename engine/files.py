@@ -94,13 +94,24 @@ def write_json(path, obj):
     write_atomic(path, json_text(obj))
 
 
+class Entries(dict):
+    """An object in a JSON file. A key that it should have and has not is the file's fault, and refused as such."""
+
+    def __missing__(self, key):
+        refuse(f"{self.path} has no {key!r}: it is damaged, or not what this program writes. Remove it and make it anew.")
+
+
 def read_json(path, missing=None):
     """The dict in `path`; refuses a file that is damaged or written by a newer version than this one, and also one that
     is not there, unless `missing` says what to take for it."""
     if missing is not None and not Path(path).exists():
         return missing
+    def entries(content):
+        found = Entries(content)
+        found.path = str(path)
+        return found
     try:
-        obj = json.loads(Path(path).read_bytes().decode("utf-8"))
+        obj = json.loads(Path(path).read_bytes().decode("utf-8"), object_hook=entries)
     except OSError as error:
         refuse(f"{path} cannot be read: {error.strerror}")
     except ValueError as error:     # bad UTF-8 or bad JSON
@@ -121,8 +132,9 @@ def sha256_file(path):
 
 def intact(folder, checksums):
     """Whether the files in `folder` are as they were written. checksums: {name: sha256}."""
-    return all((Path(folder) / name).is_file() and sha256_file(Path(folder) / name) == checksum
-               for name, checksum in checksums.items())
+    return isinstance(checksums, dict) and all(
+        (Path(folder) / name).is_file() and sha256_file(Path(folder) / name) == checksum
+        for name, checksum in checksums.items())
 
 
 def lock_folder(folder):

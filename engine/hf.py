@@ -356,9 +356,9 @@ def load_weights(model, folder, put=torch.Tensor.copy_):
     folder = Path(folder)
     index, heads = folder / "model.safetensors.index.json", folder / "heads.safetensors"
     try:
-        names = set(read_json(index)["weight_map"].values()) if index.exists() else ["model.safetensors"]
+        names = set(read_json(index).get("weight_map").values()) if index.exists() else ["model.safetensors"]
         paths = [folder / name for name in sorted(names)] + [heads] * heads.exists()
-    except (KeyError, AttributeError, TypeError):
+    except (AttributeError, TypeError):
         refuse(f"{index} is damaged: expected a weight_map of tensors' names to files")
     opened, problems = {}, []                               # each tensor's name, and the open file that it is in
     for file in paths:

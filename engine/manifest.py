@@ -58,6 +58,8 @@ def verify(folder, part=0, parts=1):
     try:
         listed = json.loads((folder / "manifest.json").read_bytes())["files"]
         listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in listed.items()}
+        if not listed:
+            raise ValueError
     except (OSError, ValueError, KeyError, TypeError, AttributeError):      # a bit may flip in the manifest as well
         return [f"{folder}/manifest.json is damaged"]
     problems = []

@@ -151,6 +151,13 @@ class TokenData:
             self.refuse("the shards were made with another tokenizer than the one in use\n"
                         f"    shards     {self.index['tokenizer_hash']}\n    tokenizer  {tokenizer_hash}\n"
                         "so their ids mean nothing to it")
+        try:
+            self._open(split)
+        except (AttributeError, TypeError, ValueError) as error:
+            self.refuse(f"index.json is damaged ({error})")
+
+    def _open(self, split):
+        """The files of the split, each found to have what the index says."""
         entry = self.index["splits"].get(split)
         if not entry or not entry["n_docs"]:
             self.refuse(f"there are no documents in the split '{split}': raise val_fraction or give more input")
@@ -163,6 +170,9 @@ class TokenData:
         self.starts = np.cumsum([0] + [file["tokens"] for file in entry["files"]])
         offsets = self._path(entry["offsets"]["name"], np.dtype("<u8"), self.n_docs + 1)
         self.offsets = np.memmap(offsets, np.dtype("<u8"), "r")
+        if not self.n_tokens == self.starts[-1] == self.offsets[-1]:
+            self.refuse(f"index.json is damaged: n_tokens = {self.n_tokens}, the files of '{split}' have {self.starts[-1]} and "
+                        f"its documents end at {self.offsets[-1]}")
         checksums = [file["sha256"] for file in entry["files"]] + [entry["offsets"]["sha256"]]
         self.data_hash = hashlib.sha256("".join(checksums).encode()).hexdigest()
 

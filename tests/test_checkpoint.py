@@ -87,13 +87,17 @@ def damage(kind, folder):
         victim.unlink()
     elif kind == "manifest":
         (folder / "manifest.json").unlink()
+    elif kind == "no files":
+        (folder / "manifest.json").write_text('{"files": []}')
+    elif kind == "empty":
+        (folder / "manifest.json").write_text('{"files": {}}')
     elif kind == "half manifest":
         (folder / "manifest.json").write_text((folder / "manifest.json").read_text()[:40])
     elif kind == "unrenamed":
         folder.rename(folder.with_name(folder.name + ".tmp"))
 
 
-@pytest.mark.parametrize("kind", ["bit", "truncated", "missing", "manifest", "half manifest", "unrenamed"])
+@pytest.mark.parametrize("kind", ["bit", "truncated", "missing", "manifest", "half manifest", "no files", "empty", "unrenamed"])
 def test_damage_is_found_and_the_one_before_is_taken(tmp_path, kind, capsys):
     model, optimizer = trained()
     before = save(tmp_path, 10, model, optimizer)

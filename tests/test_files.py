@@ -2,6 +2,7 @@
 import errno
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -55,6 +56,18 @@ def test_damaged_json_is_refused(tmp_path, capsys, content, words):
     message = refused(capsys, read_json, path)
     for word in [str(path), *words]:
         assert word in message
+
+
+def test_a_key_that_a_file_should_have_is_refused_with_the_file_and_the_key(tmp_path, capsys):
+    path = tmp_path / "a.json"
+    path.write_text('{"files": [], "inner": {"deep": [{"x": 1}]}}')
+    found = read_json(path)
+    assert found == {"files": [], "inner": {"deep": [{"x": 1}]}} and found.get("splits") is None
+    for broken in (lambda: found["splits"], lambda: found["inner"]["splits"], lambda: found["inner"]["deep"][0]["splits"]):
+        message = refused(capsys, broken)
+        assert str(path) in message and "'splits'" in message
+    assert pickle.loads(pickle.dumps(found)) == found     # rank 0 sends such to the others
+    assert not files.intact(tmp_path, [])
 
 
 def test_missing_json_is_refused(tmp_path, capsys):

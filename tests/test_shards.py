@@ -97,6 +97,27 @@ def test_ids_that_are_no_tokens_and_an_index_without_keys_are_refused(tmp_path, 
     assert stop.value.code == 2 and "tokenizer_hash" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("change, word", [
+    (lambda index: index.clear() or index.update(files=[]), "index.json has no"),
+    (lambda index: index.update(splits=[]), "damaged"),
+    (lambda index: index.update(dtype="nothing"), "damaged"),
+    (lambda index: index["splits"].update(train={"files": []}), "'n_docs'"),
+    (lambda index: index["splits"]["train"].update(files=[]), "damaged: n_tokens"),
+    (lambda index: index["splits"]["train"].update(files=[5]), "damaged"),
+    (lambda index: index["splits"]["train"].update(n_tokens=7), "damaged: n_tokens = 7"),
+    (lambda index: index["splits"]["train"].update(offsets=None), "damaged"),
+])
+def test_an_index_that_is_json_and_no_index_is_refused(tmp_path, capsys, change, word):
+    write(tmp_path, some_documents(3))
+    index = json.loads((tmp_path / "index.json").read_text())
+    change(index)
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(SystemExit) as stop:
+        TokenData(tmp_path, "train")
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and word in said and str(tmp_path) in said
+
+
 def test_missing_empty_and_shortened_shards_are_refused(tmp_path, capsys):
     def refused(word, split="train"):
         with pytest.raises(SystemExit) as stop:
@@ -156,6 +177,11 @@ def test_documents_without_an_audit_are_unfinished(tmp_path, capsys):
     write_json(tmp_path / "audit.json", {"documents": [{"file": "docs/train_00000.jsonl.zst", "split": "train"}]})
     with pytest.raises(SystemExit):
         list(read_documents(tmp_path, "train"))
+    write_json(tmp_path / "audit.json", {"files": []})
+    with pytest.raises(SystemExit):
+        list(read_documents(tmp_path, "train"))
+    assert "audit.json has no 'documents'" in capsys.readouterr().err
+    write_json(tmp_path / "audit.json", {"documents": [{"file": "docs/train_00000.jsonl.zst", "split": "train"}]})
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "train_00000.jsonl.zst").write_bytes(b"not zstd")
     with pytest.raises(SystemExit):
