@@ -31,6 +31,10 @@ from configurator import refuse
 ORIGINAL = "original_max_position_embeddings"       # the context before it was stretched
 OWN_UP_TO = 512         # tokens of a row; up to so many a compiled step on a CPU has a gradient of its own (see CpuFlash)
 MASK_UP_TO = 1024       # tokens of a row; in longer ones documents are attended to one by one (see `apart`)
+# The smallest and largest of each that is no slip: a model of 10**12 layers would be built for ever.
+BOUNDS = {"vocab_size": (1, 1 << 24), "n_layer": (1, 1 << 12), "n_head": (1, 1 << 12), "n_kv_head": (1, 1 << 12),
+          "n_embd": (1, 1 << 18), "n_inner": (1, 1 << 20), "block_size": (1, 1 << 30), "head_dim": (0, 1 << 14),
+          "n_future": (1, 64)}
 
 
 @dataclass
@@ -63,9 +67,8 @@ class ModelConfig:
 
     def problems(self):
         """Everything about the shape that can not work, a sentence each."""
-        found = [f"{name} must be at least 1, found {getattr(self, name)}"
-                 for name in ("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "block_size", "n_future")
-                 if getattr(self, name) < 1]
+        found = [f"{name} must be from {low} to {high:,}, found {getattr(self, name):,}"
+                 for name, (low, high) in BOUNDS.items() if not low <= getattr(self, name) <= high]
         if found:
             return found
         quotient = self.head_dim == self.n_embd // self.n_head

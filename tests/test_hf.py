@@ -138,6 +138,18 @@ def test_a_config_of_another_kind_or_without_a_key_is_refused(tmp_path, capsys):
     assert "'gpt2' is not supported" in said and "hidden_size is missing" in said
 
 
+def test_absurd_sizes_are_refused_at_once_and_not_built(tmp_path, capsys):
+    save_model(tmp_path, small_llama(1), byte_tokenizer())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.update(num_hidden_layers=10 ** 12, vocab_size=10 ** 12, max_position_embeddings=10 ** 12, head_dim=10 ** 12)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = refused(capsys, lambda: load_model(tmp_path))
+    assert all(f"{key} must be from" in said for key in ("n_layer", "vocab_size", "block_size", "head_dim"))
+    assert said.count("found 1,000,000,000,000") == 4
+    (tmp_path / "config.json").write_text('{"files": []}')
+    assert "hidden_size is missing" in refused(capsys, lambda: load_model(tmp_path))
+
+
 def test_pickles_and_empty_folders_are_refused(tmp_path, capsys):
     assert "no model there" in refused(capsys, lambda: load_model(tmp_path / "nothing"))
     checkpoint.save_light(tmp_path / "run/sft", 1, small_llama(1), byte_tokenizer(), ALONE)

@@ -254,6 +254,8 @@ def test_everything_wrong_is_said_at_once(data, tmp_path):
     for part in ("max_bad_steps must be", "matrix_learning_rate needs", "n_head = 3", "schedule must be", "vocab_size = 10", "fewer than one block", "dropout must be"):
         assert part in said
     assert not (tmp_path / "out" / "pretrain" / "config.json").exists()
+    said = refused(data, tmp_path / "out", "--n_layer=10**12", "--n_inner=10**12", "--schedule=step")
+    assert all(part in said for part in ("n_layer must be from 1 to", "n_inner must be from 1 to", "schedule must be"))
     said = refused(data, tmp_path / "out", "--batch_tokens=300")
     assert "multiple of block_size * micro_batch_size * processes = 32 * 2 * 1 = 64; set batch_tokens = 320" in said
 
