@@ -7,9 +7,12 @@ An override goes to every stage that has the key; what is for one stage alone is
 Every stage decides by itself whether it is done, to be continued, or to be begun, so this list knows nothing of that.
 Appends to out_dir/timing.jsonl one line per call that did something: stage, wall and CPU seconds, exit status. The time
 of a stage is the sum of its calls up to the one that finished (runs/report.py adds them up); a call that found its
-stage done is not recorded.
+stage done is not recorded. When all are done, out_dir/chain.json gets a hash of what that depends on; while that stays as
+it is, another call starts no stage.
 """
 import contextlib
+import glob
+import hashlib
 import json
 import os
 import shlex
@@ -23,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from configurator import configure, read_schema, refuse
-from engine.files import FORMAT_VERSION
+from engine.files import FORMAT_VERSION, read_json, write_json
 
 STAGES = [
     ("documents", "prepare_data.py", "web archives to clean documents"),
@@ -68,6 +71,24 @@ def words_for(script, arguments):
     return [word for word in arguments if not word.startswith("--") or word[2:].partition("=")[0] in keys]
 
 
+def standing(arguments):
+    """A hash of all that decides whether there is anything left to do: the settled configuration of each stage; the
+    programs; and name, size and time of each file in the folders, or that a configuration names."""
+    facts, named = [sys.version], {f"{glob.escape(str(ROOT))}/{files}" for files in ("*.py", "*/*.py", "*/*.json*")}
+    for _, script, _ in STAGES:
+        settled = configure({"__file__": str(ROOT / script), "__doc__": ""}, words_for(script, arguments))
+        facts.append([script, *settled.items()])
+        for _, value in settled.items():
+            texts = value if isinstance(value, (list, tuple, dict)) else [value]
+            named.update(text for text in texts if isinstance(text, str))
+    for name in sorted(named):
+        for path in [name] if os.path.exists(name) else glob.glob(name, recursive=True):
+            for file in sorted(Path(path).rglob("*")) if os.path.isdir(path) else [Path(path)]:
+                if file.name not in (".lock", "timing.jsonl", "chain.json") and file.is_file():
+                    facts.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
 def main(arguments):
     if not any(word.endswith(".py") for word in arguments):
         arguments = ["config/demo.py", *arguments]
@@ -80,8 +101,12 @@ def main(arguments):
         timing.touch()
     except OSError as error:
         refuse(f"cannot write into {out}: {error.strerror}. Choose another --out_dir.")
-    begin = time.time()
+    begin, record = time.time(), out / "chain.json"
+    done = read_json(record, {}).get("standing") == standing(arguments)
     for number, (stage, script, sentence) in enumerate(STAGES, 1):
+        if done:
+            print(f"{number}/{len(STAGES)}  {script}: already done")
+            continue
         print(f"\n=== {number}/{len(STAGES)}  {script}: {sentence}", flush=True)
         timing.touch()     # the file system's own clock, which may lag behind time.time()
         start = timing.stat().st_mtime
@@ -97,6 +122,10 @@ def main(arguments):
             reason = "was interrupted" if status < 0 or status in (130, 143) else f"ended with exit status {status}"
             print(f"\n{script} {reason}. What is done stays done; to continue:  {again}", file=sys.stderr)
             raise SystemExit(128 - status if status < 0 else status)
+    if not done:
+        write_json(record, {"standing": standing(arguments)})
+    elif (out / "report.txt").exists():
+        print("\n" + (out / "report.txt").read_text(encoding="utf-8"))
     print(f"\n{time.time() - begin:.0f} seconds in this call. Talk to the model:\n\n"
           f"  .venv/bin/python sample.py {shlex.join(words_for('sample.py', arguments))} --chat=True\n")
 

@@ -57,8 +57,10 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def repo(tmp_path, root):
-    """A checkout whose stages are stand-ins: train.py has a key max_steps, the others have not."""
-    chain = load(root, "chain")
+    """A checkout, in a folder with a space in its name, whose stages are stand-ins: train.py has a key max_steps, the
+    others have not."""
+    chain, tmp_path = load(root, "chain"), tmp_path / "my checkout"
+    tmp_path.mkdir()
     for folder in ("runs", "engine", "config"):
         (tmp_path / folder).mkdir()
     for file in ("configurator.py", "engine/files.py", "runs/chain.py"):
@@ -92,6 +94,29 @@ def test_every_stage_runs_once_and_is_timed_once(repo):
     assert "python sample.py config/demo.py" in first.stdout
     second = call(repo)
     assert second.returncode == 0 and second.stdout.count("already done") == 10 and recorded(repo) == times
+
+
+def test_a_call_that_finds_all_done_starts_no_stage_until_something_changes(repo):
+    """A stand-in that is started says so by its name without .py."""
+    started = lambda *words: re.findall(r"^(\w+): (?:ran with|already done)", call(repo, *words).stdout, re.MULTILINE)
+    every = ["prepare_data", "train_tokenizer", "prepare_data", "prepare_chat", "train", "sft", "reward", "rlhf",
+             "evaluate", "report"]
+    (repo / "inputs").mkdir()
+    (repo / "config" / "demo.py").write_text("out_dir = 'out/demo'\ntrain = dict(source='inputs/*.txt')\n")
+    with open(repo / "train.py", "r+") as file:
+        text = file.read().replace("max_steps = 1", "max_steps = 1\nsource = ''")
+        file.seek(0)
+        file.write(text)
+    assert started() == every and started() == [] and started() == []
+    changes = [lambda: (repo / "out/demo/sft/done").unlink(), lambda: (repo / "out/demo/ppo").mkdir() or
+               (repo / "out/demo/ppo/new").write_text(""), lambda: os.utime(repo / "sft.py", (1, 1)),
+               lambda: (repo / "inputs/a.txt").write_text("named by a config"),
+               lambda: (repo / "config/demo.py").write_text("out_dir = 'out/demo'\nmax_steps = 2\n")]
+    for number, change in enumerate(changes):
+        change()
+        assert started() == every, number
+        assert started() == [], number
+    assert started("--max_steps=3") == every and started() == every      # the record is of one configuration
 
 
 def test_overrides_reach_the_stages_that_have_the_key(repo):
