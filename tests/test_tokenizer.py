@@ -176,7 +176,7 @@ def hugging_face_ranks(texts, size):
 
 @pytest.mark.parametrize("size", [4096, 32000])
 def test_the_same_rank_file_as_rustbpe_and_hugging_face(size):
-    texts = library_texts(8)
+    texts = library_texts(5)
     identity, gpt2 = (ranks_of(texts, size, order) for order in (range(256), BYTE_ORDER))
     assert len(identity) == size and identity == rustbpe_ranks(texts, size) and gpt2 == hugging_face_ranks(texts, size)
 
@@ -341,10 +341,12 @@ def test_pathological_text_in_every_other_entry_point(tokenizer, unit):
     for other in (next(tokenizer.encode_batch([text])).tolist(), tokenizer.encode_bytes(text.encode()),
                   tokenizer.encode(text + "<|eos|>", allowed=["<|eos|>"])[:-1]):
         assert other == ids
-    start = time.process_time()
-    assert encode_by_hand(tokenizer, text) == ids and time.process_time() - start < 30
-    assert "".join(tokenizer.decode_stream(ids)) == text == tokenizer.offsets(ids)[0]
     assert tokenizer.decode_bytes(tokenizer.encode_bytes(text.encode() + b"\xff")) == text.encode() + b"\xff"
+    # In Python, step by step: as long as it may be without the square of it being seen.
+    text, start = text[:100_000], time.process_time()
+    ids = encode_by_hand(tokenizer, text)
+    assert ids == tokenizer.encode(text) and "".join(tokenizer.decode_stream(ids)) == text == tokenizer.offsets(ids)[0]
+    assert time.process_time() - start < 10
 
 
 @pytest.fixture(scope="module")
@@ -728,13 +730,13 @@ def test_a_pattern_that_would_lose_text_is_refused(pattern, reason, run, tmp_pat
 def test_the_share_that_a_pattern_loses_is_counted(run, tmp_path, capsys):
     """A hole beyond the characters that are looked at before."""
     pattern = r"[^\u4e00-\u4eff]+"
+    write_documents(tmp_path / "data", ["ab ab"])
+    report = run("--vocab_size=300", f"--pattern={pattern}", "--min_frequency=1")[0]
+    assert report["vocab_size"] == 256 + 3 + 7                            # ab, " ab", "ab ab": one piece
     write_documents(tmp_path / "data", ["a" * 97 + "\u4e00\u4e01\u4e02"])
     with pytest.raises(SystemExit) as stop:
         run("--vocab_size=300", f"--pattern={pattern}")
     assert stop.value.code == 2 and "3 of 100 characters (3 %)" in capsys.readouterr().err
-    write_documents(tmp_path / "data", ["ab ab"])
-    report = run("--vocab_size=300", f"--pattern={pattern}", "--min_frequency=1")[0]
-    assert report["vocab_size"] == 256 + 3 + 7                            # ab, " ab", "ab ab": one piece
 
 
 def test_all_of_the_report(run, tmp_path, capsys):
@@ -758,7 +760,8 @@ def test_all_of_the_report(run, tmp_path, capsys):
     row = report["held_out"][1]
     assert row["digits"]["5"] == 5.0 and row["names_whole"]["names"] == 2 and row["rarest_words"]["words"] >= 1
     own, ours = report["vocabulary"], Tokenizer.load(run.folder)
-    assert own["unreachable"]["tokens"] == 0 and own["half_characters"] == 128 and len(own["longest"]) == 10
+    halves = sum("\ufffd" in token.decode("utf-8", "replace") for token in ours.ranks)
+    assert own["unreachable"]["tokens"] == 0 and own["half_characters"] == halves >= 128 and len(own["longest"]) == 10
     used = {id for text in TOPICS[:30] for id in ours.encode(text)}
     assert own["unused"]["tokens"] == len(ours.ranks) - len(used)
     page = (run.folder / "report.md").read_text()
@@ -773,7 +776,7 @@ def test_all_of_the_report(run, tmp_path, capsys):
     words = [f"--data_dir={tmp_path / 'data'}", "--show=the \u4f60\n`\x1b[31m`"]
     train_tokenizer.main(configure(vars(train_tokenizer), words))
     said = capsys.readouterr().out
-    assert "\x1b[31m" not in said and "\u2581" in said and "<E4>" in said and " tokens of 16 bytes: " in said
+    assert "\x1b[31m" not in said and "\u2581" in said and "<E4>" in said and " tokens of 15 bytes: " in said
 
 
 def test_files_to_learn_from_and_wrong_ones(run, tmp_path, capsys):
