@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 from engine import checkpoint, rl
+from engine.alive import Alive
 from engine.files import write_json
 from engine.hf import find_folder, read_model
 from engine.loss import model_losses
@@ -42,7 +43,7 @@ from engine.monitor import Monitor
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr
 from engine.parallel import accumulate, all_sum, compile_blocks, finish, start, wrap
 from engine.rankings import longest, micro_batches, pairs_of, read_rankings
-from engine.run import open_run, refuse_missing, refuse_once, save_when_due
+from engine.run import end_step, open_run, refuse_missing, refuse_once
 from engine.shards import steps_by_length
 
 data_dir = "data/demo"         # its chat/ holds the preferences
@@ -148,8 +149,13 @@ def check_start(first, config, setup):
 
 
 def main(config):
-    # 1. Where we are, and whether there is anything left to do.
     setup = start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
+    with Alive(setup) as alive:
+        learn(config, setup, alive)
+
+
+def learn(config, setup, alive):
+    # 1. Whether there is anything left to do.
     data = Path(config.data_dir) / "chat"
     train_file, val_file = data / "preferences_train.jsonl", data / "preferences_val.jsonl"
     source = find_folder(config.init_from or Path(config.out_dir) / "sft")
@@ -225,9 +231,9 @@ def main(config):
             monitor.log(done, line, loss=loss, accuracy=accuracy, chosen=chosen, rejected=rejected, best=own, lr=lr,
                         grad_norm=norm, step_seconds=time.perf_counter() - began)
         monitor.advance()
+        leaving = alive.leaving()
         if done < steps:
-            if saving := save_when_due(run, done, steps, config, modules, moments, tokenizer, {}, setup):
-                monitor.log(done, save_seconds=saving)
+            end_step(run, done, steps, config, modules, moments, tokenizer, {}, setup, monitor, leaving)
     monitor.close()
 
     # 5. What it came to: on pairs that it has not seen; then the model, and last of all the sign that the stage is done.

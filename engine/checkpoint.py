@@ -14,12 +14,10 @@ it and only then removes older ones. Its ranks talk through a process group of t
 messages would be taken for those of the training step. There is one such save at a time.
 """
 import contextlib
-import os
 import shutil
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 
 import torch

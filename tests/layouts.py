@@ -126,18 +126,18 @@ def runs(name, folder, setup, **keys):
     keys = {**(RUNS.get(name) or LAYOUTS.get(name, (1, {}))[1]), **keys}
     config = config_of(f"--data_dir={folder}/data", f"--out_dir={folder}/{name}", **{**OFTEN, **keys})
     setup = replace(setup, dtype=parallel._dtype(config.dtype, setup.device))
-    found, save, go_on = {}, script.save_when_due, script.ladder.go_on
+    found, end, go_on = {}, script.end_step, script.ladder.go_on
 
     def saved(run, done, total, config, modules, moments, *more):
         if done % config.save_full == 0:
             found["saved"] = digest(modules["model"], moments["model"])
-        return save(run, done, total, config, modules, moments, *more)
+        return end(run, done, total, config, modules, moments, *more)
 
     def loaded(run, modules, moments, *more, **further):
         state = go_on(run, modules, moments, *more, **further)
         found["loaded"] = digest(modules["model"], moments["model"])
         return state
-    with mock.patch.multiple(script, save_when_due=saved, finish=lambda setup: None), \
+    with mock.patch.multiple(script, end_step=saved, finish=lambda setup: None), \
             mock.patch.object(script.ladder, "go_on", loaded):
         script.pretrain(config, setup, SimpleNamespace(asked=0))
     return found

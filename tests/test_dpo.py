@@ -1,6 +1,9 @@
 """dpo.py: what is summed, what the first loss is, and that nothing depends on how the work is cut."""
+import gc
 import math
+import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -101,14 +104,24 @@ def test_the_first_loss_is_known_and_the_run_learns(kind, first, world, tmp_path
     assert records[-1]["accuracy"] > 0.65 and records[-1]["loss"] < first - 0.05
 
 
-def test_the_cut_changes_nothing_and_a_stopped_run_goes_on_exactly(world, tmp_path):
+def test_the_cut_changes_nothing_and_a_run_that_was_asked_to_leave_goes_on_exactly(world, tmp_path, monkeypatch):
     whole = run(world, tmp_path / "a")
     cut = run(world, tmp_path / "b", "--micro_batch_size=1")
     assert [r["loss"] for r in steps_of(cut)] == pytest.approx([r["loss"] for r in steps_of(whole)], abs=2e-5)
-    half = run(world, tmp_path / "c")
-    shutil.rmtree(half / "step_00000008")
-    (half / "result.json").unlink()
-    run(world, tmp_path / "c")              # from full_00000006
+    real, calls = dpo.clip, []
+    def asked(*words):
+        calls.append(words)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*words)
+    monkeypatch.setattr(dpo, "clip", asked)
+    with pytest.raises(SystemExit) as left:
+        run(world, tmp_path / "c")
+    assert left.value.code == 75 and len(calls) == 5
+    del left
+    gc.collect()                            # the lock goes with the frame that holds it
+    half = run(world, tmp_path / "c")       # from full_00000005
+    assert len(calls) == 8
     name = "step_00000008/model.safetensors"
     assert all(torch.equal(value, load_file(whole / name)[key]) for key, value in load_file(half / name).items())
     assert steps_of(half)[-1]["step"] == 8 and len(steps_of(half)) == 8
