@@ -98,8 +98,8 @@ def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, f
     keep.
 
     Light before full: where a full checkpoint is, the light one of its step is too. The first of modules is the model
-    that a light checkpoint holds, as it is within plain(model). Weights that are not finite are never saved. A stage without these keys saves no light
-    checkpoints here, and keeps one."""
+    that a light checkpoint holds, as it is within plain(model). Weights that are not finite are never saved. A stage
+    without these keys saves no light checkpoints here, and keeps one."""
     due = [kind for kind, every in (("light", getattr(config, "save_light", 0)), ("full", config.save_full))
            if done == total or every and done % every == 0 or leaving and kind == "full"]
     if not due:

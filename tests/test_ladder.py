@@ -1,5 +1,4 @@
 """What is done about a bad step: the rules on made-up numbers, and a roll-back's bookkeeping on real folders."""
-import json
 import math
 
 import pytest
