@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parent
 RESULT_FREE = [
     "data_dir", "out_dir",                                                        # folders
     "log_every", "log_samples", "eval_every", "save_light", "save_full",          # intervals, records
-    "eval_blocks", "eval_conversations", "show", "verdicts",                      # how much to look at
+    "eval_blocks", "eval_conversations", "show", "verdicts", "explain", "inspect",      # how much to look at
     "keep", "keep_best", "async_save", "trust_state",                             # checkpoints
     "device", "threads", "workers",                                               # machines
     "parallel", "zero", "hsdp", "tp", "pp", "cpu_offload",                        # how the processes divide the work

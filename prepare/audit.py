@@ -7,24 +7,45 @@ the order or on the number of workers.
 import hashlib
 import heapq
 import re
+from bisect import bisect_right
 
 import numpy as np
 
 from engine.files import printable
-from prepare.filters import HISTOGRAMS
 
 EXAMPLES = 5          # kept for each reason: those with the smallest hashes, so always the same ones
 HOSTS = 50            # counted separately for each reason; the sum of the others stands under "other"
-BINS = 50
-COUNTS = ("documents_in", "documents_out", "bytes_in", "bytes_out")
+# bytes_in = bytes_out + bytes_trimmed (off pages that went on: markup, spaces) + the bytes of all reasons.
+COUNTS = ("documents_in", "documents_out", "bytes_in", "bytes_out", "bytes_trimmed")
 
 
-def empty_audit(names):
+# What each threshold is compared with: measure -> (keys; whether a page must reach or must not pass them; edges of the
+# histogram's bins). The thresholds in use are added to the edges, so that a bin lies on one side of them.
+HISTOGRAMS = {
+    "replacement_share": (("max_replacement",), [n / 1000 for n in range(0, 51)]),
+    "characters": (("min_chars", "max_chars"), sorted({m * 10 ** e for e in range(7) for m in (1, 1.5, 2, 3, 4, 5, 7)})),
+    "language_score": (("language_threshold",), [*(n / 50 for n in range(48)), .95, .96, .97, .98, .985, .99, .995, .999, 1]),
+    "entropy": (("min_entropy",), [n / 10 for n in range(0, 81)]),
+    "ascii_share": (("min_ascii",), [n / 50 for n in range(51)]),
+    "perplexity": ((), [round(1.1 ** n, 2) for n in range(75)]),
+}
+
+
+def edges_of(name, settings):
+    """The lower edges of a histogram's bins, ascending; what lies below the first is counted in it."""
+    keys, edges = HISTOGRAMS[name]
+    return sorted({*edges, *(settings[key] for key in keys)})
+
+
+def empty_audit(names, settings):
     """An audit of the filters `names`, with nothing in it."""
+    edges = {name: edges_of(name, settings) for name in HISTOGRAMS}
     return {
         "filters": {name: {**dict.fromkeys(COUNTS, 0), "reasons": {}} for name in names},
         "notes": {},                                              # what was mended in pages that were kept
-        "histograms": {name: [0] * BINS for name in HISTOGRAMS},
+        "languages": {}, "domains": {},                           # of pages that have been told; of documents at the end
+        "histograms": {name: {"threshold": {key: settings[key] for key in HISTOGRAMS[name][0]}, "edges": edges[name],
+                              "counts": [0] * len(edges[name])} for name in HISTOGRAMS},
     }
 
 
@@ -37,15 +58,21 @@ def judge(stage, page, reason, size, size_after, detail=""):
     else:
         stage["documents_out"] += 1
         stage["bytes_out"] += size_after
+        stage["bytes_trimmed"] += size - size_after
+
+
+def host_of(url):
+    """The host's name in small letters; "" where there is none. (urlsplit raises for some URLs that occur.)"""
+    host = re.match(r"https?://(?:[^/@]*@)?([^/:?#]+)", url, re.IGNORECASE)
+    return host.group(1).lower() if host else ""
 
 
 def tally(reasons, reason, page, size, detail=""):
     """Count one page under a reason or a note."""
-    host = re.match(r"https?://(?:[^/@]*@)?([^/:?#]+)", page["url"])     # urlsplit raises for some that occur
     start = page.get("text") or page.get("body", b"")[:400].decode("utf-8", "replace")
     example = {"url": page["url"] or page["id"], "detail": detail, "start": printable(start[:200])[:120]}
     add_reasons(reasons, {reason: {"documents": 1, "bytes": size, "examples": [example],
-                                   "hosts": {host.group(1).lower() if host else "(none)": 1}}})
+                                   "hosts": {host_of(page["url"]) or "(none)": 1}}})
 
 
 def add_reasons(into, reasons):
@@ -62,9 +89,12 @@ def add_reasons(into, reasons):
 def measure(audit, measures):
     """Add the numbers that the filters judged one page by to the histograms."""
     for name, value in measures.items():
-        _, low, high = HISTOGRAMS[name]
-        place = int((value - low) / (high - low) * BINS)
-        audit["histograms"][name][min(max(place, 0), BINS - 1)] += 1
+        histogram = audit["histograms"][name]
+        # A value equal to an upper limit is inside, so that one's bin ends behind it.
+        place = bisect_right(histogram["edges"], value) - 1
+        if value in [limit for key, limit in histogram["threshold"].items() if key.startswith("max")]:
+            place -= 1
+        histogram["counts"][max(place, 0)] += 1
 
 
 def add(into, other):
@@ -75,21 +105,36 @@ def add(into, other):
             ours[key] += theirs[key]
         add_reasons(ours["reasons"], theirs["reasons"])
     add_reasons(into["notes"], other["notes"])
-    for name, bins in other["histograms"].items():
-        into["histograms"][name] = np.add(into["histograms"][name], bins).tolist()
+    for language, count in other["languages"].items():
+        into["languages"][language] = into["languages"].get(language, 0) + count
+    for name, theirs in other["histograms"].items():
+        ours = into["histograms"][name]
+        ours["counts"] = np.add(ours["counts"], theirs["counts"]).tolist()
 
 
-def finished(audit, settings):
-    """The audit as it is written: rare hosts summed, histograms with their edges and thresholds."""
+def finished(audit):
+    """The audit as it is written: rare hosts summed, histograms of what was not measured left out."""
     for reasons in [audit["notes"], *(stage["reasons"] for stage in audit["filters"].values())]:
         for counts in reasons.values():
-            ranked = sorted(counts["hosts"].items(), key=lambda item: (-item[1], item[0]))
-            counts["hosts"] = dict(ranked[:HOSTS])
-            if ranked[HOSTS:]:
-                counts["hosts"]["other"] = sum(count for _, count in ranked[HOSTS:])
-    return audit | {"histograms": {
-        name: {"threshold": {key: settings[key]}, "from": low, "to": high, "counts": audit["histograms"][name]}
-        for name, (key, low, high) in HISTOGRAMS.items()}}
+            counts["hosts"] = most_frequent(counts["hosts"])
+    return audit | {"domains": most_frequent(audit["domains"]), "histograms": {name: told for name, told in audit["histograms"].items() if any(told["counts"])}}
+
+
+def most_frequent(counts):
+    """The first HOSTS of them, and the sum of the others."""
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    others = sum(count for _, count in ranked[HOSTS:])
+    return dict(ranked[:HOSTS]) | ({"other": others} if others else {})
+
+
+def other_thresholds(histogram):
+    """For each threshold of a histogram: (key, [(another value, how many more pages would pass it)]), exact at the edges.
+    More pages that pass it: a later filter may still drop them."""
+    edges, counts = histogram["edges"], histogram["counts"]
+    for key, limit in histogram["threshold"].items():
+        passed = lambda value: sum(count for edge, count in zip(edges, counts)
+                                   if (edge < value if key.startswith("max") else edge >= value))
+        yield key, [(value, passed(value) - passed(limit)) for value in edges]
 
 
 def waterfall(audit):

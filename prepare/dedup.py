@@ -6,8 +6,9 @@ probability J. Comparing all pairs is out of the question, so the signature is c
 in a whole band are candidates, which happens with probability 1 - (1 - J^8)^16 (0.994 at 0.85, but also 0.24 at 0.6).
 
 So a candidate is not yet a duplicate. Without the check below, pages that share a template are joined into one cluster
-and all but one are lost; chains A~B~C make it worse. Here a page is dropped only if it resembles, in at least
-`threshold` of the whole signature, one page that is itself kept: its representative, the earliest such page.
+and all but one are lost; chains A~B~C make it worse. Nor does the signature tell: of pairs at exactly 0.85 it puts half
+below. So the hashes of all 5-grams are kept, and a page is dropped only if its set and that of one page that is itself
+kept have J >= threshold, counted out: its representative, the earliest such page.
 
 What is left still shares much: menus, licences, and in API documentation every inherited method on every page. So each
 paragraph may be kept where it stands first and left out after that, as CCNet does (Wenzek et al. 2019, arXiv
@@ -44,6 +45,20 @@ def word_hash(word):
     return int.from_bytes(hashlib.blake2b(word.encode("utf-8"), digest_size=8).digest(), "little")
 
 
+def chained(ids, n):
+    """Hashes of all runs of n of the (m,) uint64 `ids`: (m - n + 1,) uint64, none where there are fewer."""
+    mixed = np.full(max(0, len(ids) - n + 1), n, dtype=np.uint64)     # so that "a b" is not the beginning of "a b c d e"
+    for offset in range(n):
+        mixed = (mixed ^ ids[offset:offset + len(mixed)]) * MIX
+        mixed ^= mixed >> np.uint64(29)
+    return mixed
+
+
+def ngrams(words, n):
+    """Hashes of all runs of n words: uint64."""
+    return chained(np.array([word_hash(word) for word in words], dtype=np.uint64), n)
+
+
 def shingles(text):
     """Hashes of the text's set of word 5-grams: (n,) uint32, sorted, never empty.
 
@@ -51,13 +66,7 @@ def shingles(text):
     themselves; without any word it is the text itself.
     """
     words = words_of(text) or [text]
-    hashes = np.array([word_hash(word) for word in words], dtype=np.uint64)
-    n = min(NGRAM, len(words))
-    mixed = np.full(len(words) - n + 1, n, dtype=np.uint64)       # so that "a b" is not the beginning of "a b c d e"
-    for offset in range(n):
-        mixed = (mixed ^ hashes[offset:offset + len(mixed)]) * MIX
-        mixed ^= mixed >> np.uint64(29)
-    return np.unique((mixed >> np.uint64(32)).astype(np.uint32))
+    return np.unique((ngrams(words, min(NGRAM, len(words))) >> np.uint64(32)).astype(np.uint32))
 
 
 def fmix32(x):
@@ -74,53 +83,103 @@ class MinHash:
     """
 
     def __init__(self, bands, rows, seed):
+        self.n_bands = bands
         draw = np.random.Generator(np.random.PCG64(seed))
         self.a = draw.integers(0, 1 << 32, bands * rows, dtype=np.uint32) | np.uint32(1)
         self.b = draw.integers(0, 1 << 32, bands * rows, dtype=np.uint32)
 
-    def signature(self, text):
-        """(bands * rows,) uint32: for each function the minimum over the text's shingles."""
-        mixed = fmix32(shingles(text))
+    def signature(self, grams):
+        """(bands * rows,) uint32: for each function the minimum over the shingles (n,) uint32."""
+        mixed = fmix32(grams)
         lowest = np.full(len(self.a), 0xFFFFFFFF, dtype=np.uint32)
         for start in range(0, len(mixed), SHINGLES_AT_ONCE):
             piece = mixed[start:start + SHINGLES_AT_ONCE, None]                # (n, 1)
             np.minimum(lowest, (piece * self.a + self.b).min(axis=0), out=lowest)
         return lowest
 
+    def bands(self, signature):
+        """(keys, sketch): for each band one number that stands for it, (bands,) uint64; and of each minimum the lowest
+        byte, (bands * rows,) uint8, which estimates J well enough to choose what to verify."""
+        keys = np.zeros(self.n_bands, dtype=np.uint64)
+        for row in signature.reshape(self.n_bands, -1).T.astype(np.uint64):
+            keys = (keys ^ row) * MIX
+            keys ^= keys >> np.uint64(29)
+        return keys, (signature & np.uint32(0xFF)).astype(np.uint8)
 
-def buckets(signatures, bands):
-    """(documents, bands) int64: for each band the number of the bucket that a document shares, -1 if it is alone."""
-    result = np.empty((len(signatures), bands), dtype=np.int64)
-    for band, block in enumerate(np.split(signatures, bands, axis=1)):
-        keys = np.ascontiguousarray(block).view(f"V{block.itemsize * block.shape[1]}").ravel()
-        _, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
-        result[:, band] = np.where(counts[inverse] > 1, inverse, -1)
-    return result
+
+def candidate_probability(resemblance, bands, rows):
+    """That two texts agree in at least one band: the S-curve."""
+    return 1 - (1 - resemblance ** rows) ** bands
 
 
-def representatives(signatures, bands, threshold):
+def buckets(keys):
+    """(documents,) int32 from one band's keys (documents,) uint64: the number of the bucket that a document shares with
+    others, from 0 on, or -1."""
+    _, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    shared = counts > 1
+    return np.where(shared[inverse], (np.cumsum(shared) - 1)[inverse], -1).astype(np.int32)
+
+
+def jaccard(a, b):
+    """Of two sets, sorted and without repetition."""
+    together = len(np.intersect1d(a, b, assume_unique=True))
+    return together / (len(a) + len(b) - together)
+
+
+MANY = 2048         # candidates of which the sketch is looked at
+VERIFIED = 64       # candidates that are verified
+DOUBT = 0.15        # how far the sketch may be off: over four standard deviations
+
+
+def representatives(shared, sketches, sizes, shingles_of, threshold):
     """(representative, resemblance) of every document, in order: itself and 1.0 if it is kept.
 
-    One pass in document order. A document is compared with the kept ones that share a bucket with it, and becomes a
-    kept one itself if it resembles none of them enough. The first of every cluster is therefore always kept, and what
-    is dropped resembles a document that is there.
+    shared (documents, bands): `buckets` of each band; sketches (documents, n) uint8; sizes (documents,): of their sets of
+    shingles, which shingles_of(document) gives. One pass in document order. A document is compared with the kept ones
+    that share a bucket with it, and becomes a kept one itself if it resembles none of them enough. The first of every
+    cluster is therefore always kept, and what is dropped resembles a document that is there.
+
+    Thousands of pages of one template share buckets and are all kept. Then only the MANY that share most buckets are
+    looked at, and of those the VERIFIED whose sketch agrees most: time and memory grow with the number of documents.
     """
-    shared = buckets(signatures, bands)
-    kept_in = {}                                                       # (band, bucket) -> documents kept so far
-    chosen = np.arange(len(signatures))
-    resemblance = np.ones(len(signatures))
+    # The buckets of all bands, numbered through, each with room for its members; filled as documents are kept.
+    first = np.concatenate([[0], np.cumsum(shared.max(axis=0, initial=-1) + 1)])
+    places = np.where(shared >= 0, shared + first[:-1], -1)
+    starts = np.concatenate([[0], np.cumsum(np.bincount(places[places >= 0], minlength=first[-1]))])
+    ends, members = starts[:-1].copy(), np.zeros(starts[-1], dtype=np.int32)
+    chosen, resemblance = np.arange(len(shared)), np.ones(len(shared))
     for document in np.flatnonzero((shared >= 0).any(axis=1)):
-        places = [(band, bucket) for band, bucket in enumerate(shared[document]) if bucket >= 0]
-        candidates = sorted({other for place in places for other in kept_in.get(place, ())})
-        if candidates:
-            agreement = (signatures[candidates] == signatures[document]).mean(axis=1)
-            best = int(np.argmax(agreement >= threshold))              # the earliest one that is close enough
-            if agreement[best] >= threshold:
-                chosen[document], resemblance[document] = candidates[best], agreement[best]
-                continue
-        for place in places:
-            kept_in.setdefault(place, []).append(document)
+        mine = places[document][places[document] >= 0]
+        found = [members[starts[place]:ends[place]] for place in mine]
+        candidates = closest(np.concatenate(found), document, sketches, sizes, threshold)
+        for other in candidates:
+            exact = jaccard(shingles_of(document), shingles_of(other))
+            if exact >= threshold:
+                chosen[document], resemblance[document] = other, exact
+                break
+        else:
+            members[ends[mine]] = document
+            ends[mine] += 1
     return chosen, resemblance
+
+
+def closest(found, document, sketches, sizes, threshold):
+    """Those of the documents `found`, each as often as it shares a bucket, that are worth verifying; in their order."""
+    if len(found) > MANY:
+        votes = np.bincount(found)
+        candidates = np.flatnonzero(votes)
+        if len(candidates) > MANY:
+            candidates = np.sort(candidates[np.argsort(-votes[candidates], kind="stable")[:MANY]])
+    else:
+        candidates = np.unique(found)
+    # Of two sets of 85 and 100 members J is 0.85 at most.
+    least, most = np.minimum(sizes[candidates], sizes[document]), np.maximum(sizes[candidates], sizes[document])
+    candidates = candidates[least >= threshold * most]
+    agreement = (sketches[candidates] == sketches[document]).mean(axis=1)
+    candidates, agreement = (part[agreement >= threshold - DOUBT] for part in (candidates, agreement))
+    if len(candidates) > VERIFIED:
+        candidates = np.sort(candidates[np.argsort(-agreement, kind="stable")[:VERIFIED]])
+    return candidates
 
 
 # --------------------------------------------------------------------------------------------------------------------

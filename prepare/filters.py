@@ -2,24 +2,26 @@
 
     filter(page, settings) -> None, or the reason why the page is dropped
 
-that may add to the page (its text, its language) and leaves the numbers it judged by in page["measures"], of which the
-audit draws histograms. FILTERS names those that always run; RULES those that the config can switch on (`rules`).
+that may add to the page (its text, its language), leaves the numbers it judged by in page["measures"], of which the
+audit draws histograms, and appends to page["notes"] what was mended. TABLE at the end has them all, each with its
+thresholds and where those come from. Rules for prose that have numbers of their own are in prepare/rules.py.
 """
 
-import math
+import functools
+import ipaddress
+import json
 import re
 from collections import Counter
 
 import numpy as np
 
-from prepare.text import INVISIBLE, codec_of, decode, extract, language_of, normalise
+from prepare.audit import host_of
+from prepare.dedup import ngrams, words_of
+from prepare.perplexity import perplexity_of
+from prepare.rules import RULES, first
+from prepare.text import changed_by_normalising, codec_of, decode, extract, language_of, normalise
 
 ACCEPTED_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
-
-
-def first(reasons):
-    """The first of these reasons that holds, or None."""
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -36,6 +38,24 @@ def protocol(page, settings):
         "http_status": page["status"] != 200, "content_type": page["content_type"] not in ACCEPTED_TYPES})
 
 
+@functools.cache
+def block_list(path):
+    """The lines of the file at `path`: a domain, which stands for its subdomains too, or the beginning of a URL."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        lines = (re.sub(r"^\w+://(www\.)?", "", line.split("#")[0].strip().lower()).rstrip("/") for line in file)
+        return frozenset(filter(None, lines))
+
+
+def blocked(page, settings):
+    """Its host, a domain above it, or a folder of its URL is on the list."""
+    listed, host = block_list(settings["block_list"]), host_of(page["url"])
+    labels = host.split(".")
+    path = re.sub(r"^\w+://[^/?#]*", "", page["url"].lower()).partition("?")[0].rstrip("/").split("/")
+    folders = {host.removeprefix("www.") + "/".join(path[:depth]) for depth in range(1, len(path) + 1)}
+    domains = {".".join(labels[depth:]) for depth in range(len(labels))}
+    return None if listed.isdisjoint(domains | folders) else "blocked"
+
+
 def decoded(page, settings):
     """Bytes to characters. What cannot be decoded stands as U+FFFD, and not more than a share of it is accepted."""
     if "text" in page:
@@ -44,7 +64,8 @@ def decoded(page, settings):
     body = page["body"]
     page["text"], page["decoded_by"], codec = decode(body, page.get("charset", ""), page["kind"] == "html")
     # ASCII is the same in every declared charset, so its label is never wrong enough to matter.
-    page["mislabelled"] = bool(page.get("charset")) and codec_of(page["charset"]) != codec and not body.isascii()
+    if page.get("charset") and codec_of(page["charset"]) != codec and not body.isascii():
+        page["notes"].append("mislabelled_charset")
     share = page["measures"]["replacement_share"] = page["text"].count("\ufffd") / max(1, len(page["text"]))
     return "undecodable" if share > settings["max_replacement"] else None
 
@@ -57,19 +78,19 @@ def extracted(page, settings):
 
 
 def normalised(page, settings):
-    page["invisible"] = INVISIBLE.search(page["text"]) is not None
-    page["text"] = normalise(page["text"])
+    page["notes"] += changed_by_normalising(page["text"])
+    page["text"] = normalise(page["text"], settings["keep_indentation"])
     return None if page["text"] else "empty"
 
 
 def length(page, settings):
     size = len(page["text"])
-    page["measures"]["log10_characters"] = math.log10(max(1, size))
+    page["measures"]["characters"] = size
     return first({"too_short": size < settings["min_chars"], "too_long": size > settings["max_chars"]})
 
 
 def language(page, settings):
-    page["language"], page["language_score"] = language_of(page["text"])
+    page["language"], page["language_score"] = language_of(page["text"], settings["language_model"])
     page["measures"]["language_score"] = page["language_score"]
     return first({
         "no_language": page["language"] == "zxx",
@@ -88,121 +109,110 @@ def entropy(page, settings):
     return "low_entropy" if bits < settings["min_entropy"] else None
 
 
+# Languages written in Latin letters: only of them a share of ASCII can be expected.
+LATIN = set("""af an az br bs ca cs cy da de en eo es et eu fi fo fr fy ga gd gl hr ht hu id is it jv la lb lt lv mg ms mt nb nl
+    nn no oc pl pt qu ro rw se sk sl sq sr sv sw tl tr uz vi vo wa xh zu""".split())
+
+
 def ascii_share(page, settings):
     share = page["measures"]["ascii_share"] = len(page["text"].encode("ascii", "ignore")) / len(page["text"])
-    return "low_ascii" if share < settings["min_ascii"] else None
+    return "low_ascii" if share < settings["min_ascii"] and page.get("language", "en") in LATIN else None
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Rule sets for prose, each off unless named in the config
+# Beside other texts: clean ones, and those that a model will be examined with
 
-STOP_WORDS = {"the", "be", "to", "of", "and", "that", "have", "with"}
-
-
-def gopher_quality(page, settings):
-    """Rae et al. 2021 (arXiv 2112.11446, A1.1), with the constants as datatrove reads them."""
-    text, words = page["text"], page["text"].split()
-    real = [word for word in words if any(character.isalnum() for character in word)]
-    lines = [line.strip() for line in text.split("\n") if line.strip()]
-    return first({
-        "gopher_word_count": not 50 <= len(real) <= 100_000,
-        "gopher_word_length": not 3 <= sum(map(len, real)) / max(1, len(real)) <= 10,
-        "gopher_hashes": text.count("#") / len(words) > 0.1,
-        "gopher_ellipses": (text.count("...") + text.count("\u2026")) / len(words) > 0.1,
-        "gopher_bullets": sum(line.startswith(("\u2022", "-")) for line in lines) / len(lines) > 0.9,
-        "gopher_line_ellipses": sum(line.endswith(("...", "\u2026")) for line in lines) / len(lines) > 0.3,
-        "gopher_letters": sum(any(map(str.isalpha, word)) for word in words) / len(words) < 0.8,
-        "gopher_stop_words": len(STOP_WORDS.intersection(map(str.lower, words))) < 2,
-    })
+def perplexity(page, settings):
+    """Measures only: the cut is a percentile, so it is made over all pages, in prepare_data.py."""
+    page["measures"]["perplexity"] = perplexity_of(page["text"], settings["perplexity_text"])
 
 
-TOP_NGRAMS = {2: 0.20, 3: 0.18, 4: 0.16}
-REPEATED_NGRAMS = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
+EVALUATION_NGRAM = 13      # as GPT-3's authors took it (Brown et al. 2020, appendix C)
 
 
-def gopher_repetition(page, settings):
-    """Rae et al. 2021, table A1: shares of repeated lines, paragraphs and word n-grams.
-
-    Shares of characters count words only, in numerator and denominator alike, so that they never exceed 1; an n-gram
-    that occurs once is no repetition (a text of ten words would fail otherwise); blank lines are no lines.
-    """
-    text = page["text"]
-    for name, parts in (("line", re.split(r"\n+", text)), ("paragraph", re.split(r"\n{2,}", text))):
-        parts = [part.strip() for part in parts if part.strip()]
-        counts = Counter(parts)
-        repeated = len(parts) - len(counts)
-        characters = sum((count - 1) * len(part) for part, count in counts.items())
-        if repeated / len(parts) > 0.30:
-            return f"gopher_{name}s"
-        if characters / sum(map(len, parts)) > 0.20:
-            return f"gopher_{name}_characters"
-    words = text.split()
-    size = sum(map(len, words))
-    for n in range(2, min(10, len(words)) + 1):
-        grams = list(zip(*(words[start:] for start in range(n))))
-        if n in TOP_NGRAMS:
-            top = max((count * len("".join(gram)) for gram, count in Counter(grams).items() if count > 1), default=0)
-            if top / size > TOP_NGRAMS[n]:
-                return f"gopher_top_{n}gram"
-        else:
-            # The words covered by the second and later occurrences of an n-gram, each counted once.
-            seen, covered = set(), set()
-            for start, gram in enumerate(grams):
-                if gram in seen:
-                    covered.update(range(start, start + n))
-                seen.add(gram)
-            if sum(len(words[place]) for place in covered) / size > REPEATED_NGRAMS[n]:
-                return f"gopher_repeated_{n}gram"
-    return None
+@functools.cache
+def evaluation_ngrams(paths):
+    """Hashes of all word 13-grams of the files: (n,) uint64, sorted. A line is a text, or JSON with texts in it."""
+    found = []
+    for path in paths:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                found += [ngrams(words_of(text), EVALUATION_NGRAM) for text in strings_of(line)]
+    return np.unique(np.concatenate([np.zeros(0, np.uint64), *found]))
 
 
-POLICY = ("javascript", "terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies",
-          "use cookies")
+def strings_of(line):
+    """The texts in a line: those of a JSON object or list, however deep, or the line itself."""
+    def walk(value):
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, (list, dict)):
+            for part in value.values() if isinstance(value, dict) else value:
+                yield from walk(part)
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return [line]
+    return walk(value) if isinstance(value, (list, dict)) else [line]
 
 
-def is_c4_line(line):
-    words = line.split()
-    return (line.endswith((".", "?", "!", '"')) and not line.endswith("...")
-            and len(words) >= 5 and max(map(len, words)) <= 1000
-            and not any(phrase in line.lower() for phrase in POLICY))
+def contaminated(page, settings):
+    """It shares a word 13-gram with an evaluation file."""
+    known = evaluation_ngrams(settings["contaminated"])
+    grams = ngrams(words_of(page["text"]), EVALUATION_NGRAM)
+    places = np.minimum(np.searchsorted(known, grams), max(0, len(known) - 1))
+    if not len(known) or not (known[places] == grams).any():
+        return None
+    page["notes"].append("contaminated")
+    return "contaminated" if settings["contaminated_drop"] else None
 
 
-def c4(page, settings):
-    """Raffel et al. 2020 in the reference's own constants (tensorflow_datasets c4_utils): 5 words a line, 3 sentences.
+# --------------------------------------------------------------------------------------------------------------------
+# Personal data
 
-    Drops lines, then judges what is left. (datatrove has swapped the two numbers.)
-    """
-    lowered = page["text"].lower()
-    if "lorem ipsum" in lowered:
-        return "c4_lorem_ipsum"
-    if "{" in lowered:
-        return "c4_brace"
-    page["text"] = "\n".join(filter(is_c4_line, map(str.strip, page["text"].split("\n"))))
-    return "c4_sentences" if len(re.findall(r"[.?!]+[\"')]*(?:\s|$)", page["text"])) < 3 else None
+EMAIL = re.compile(r"\b[A-Za-z0-9][A-Za-z0-9._%+-]{0,63}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}\b")
+ADDRESS = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\d)")
+STAND_INS = "name@example.com", "192.0.2.1"       # RFC 2606 and 5737 keep them for this
 
 
-def fineweb(page, settings):
-    """Penedo et al. 2024 (arXiv 2406.17557, 3.6), with the paper's 0.1 for repeated lines (their code has 0.01)."""
-    lines = [line for line in page["text"].split("\n") if line.strip()]
-    words = page["text"].split()
-    ended = sum(line.rstrip().endswith((".", "?", "!", '"', "'")) for line in lines)
-    repeated = sum((count - 1) * len(line) for line, count in Counter(lines).items())
-    return first({
-        "fineweb_line_ends": ended / len(lines) < 0.12,
-        "fineweb_short_lines": sum(len(line) <= 30 for line in lines) / len(lines) > 0.67,
-        "fineweb_repeated_lines": repeated / sum(map(len, lines)) > 0.1,
-        "fineweb_newlines": page["text"].count("\n") / len(words) > 0.3,
-    })
+def masked(page, settings):
+    """E-mail and public IPv4 addresses give way to stand-ins that read like them. Private addresses say nothing."""
+    def stand_in(found):
+        try:
+            return STAND_INS[1] if ipaddress.IPv4Address(found[0]).is_global else found[0]
+        except ValueError:                          # 300.1.1.1, 01.2.3.4
+            return found[0]
+    text = ADDRESS.sub(stand_in, EMAIL.sub(STAND_INS[0], page["text"]))
+    if text != page["text"]:
+        page["notes"].append("masked_addresses")
+        page["text"] = text
 
 
-FILTERS = (readable, protocol, decoded, extracted, normalised, length, language, entropy, ascii_share)
-RULES = {rule.__name__: rule for rule in (gopher_quality, gopher_repetition, c4, fineweb)}
+# --------------------------------------------------------------------------------------------------------------------
+# The table: name, function, the keys that decide, where the default comes from
 
-# What each threshold is compared with, for the audit's histograms: measure -> (config key, lowest, highest).
-HISTOGRAMS = {
-    "replacement_share": ("max_replacement", 0.0, 0.05),
-    "log10_characters": ("min_chars", 0.0, 7.0),
-    "entropy": ("min_entropy", 0.0, 8.0),
-    "ascii_share": ("min_ascii", 0.0, 1.0),
-    "language_score": ("language_threshold", 0.0, 1.0),
-}
+TABLE = (
+    ("readable", readable, (), "prepare/warc.py: what the reader could not make a page of"),
+    ("protocol", protocol, (), "HTTP; other toolkits keep error pages"),
+    ("blocked", blocked, ("block_list",), "the file that is named"),
+    ("decoded", decoded, ("max_replacement",), "1 %: one accident in a page is no reason to lose it"),
+    ("extracted", extracted, ("main_content",), "resiliparse, as in DCLM and dolma"),
+    ("normalised", normalised, ("keep_indentation",), "Unicode NFC"),
+    ("length", length, ("min_chars", "max_chars"), "CCNet takes 300 at least, C4 190,000 at most"),
+    ("language", language, ("languages", "language_threshold"), "C4: 0.99 for a naive-Bayes detector; FineWeb: 0.65 for fastText"),
+    ("entropy", entropy, ("min_entropy",), "English has 4.2 to 5.1, \"lorem ipsum\" over and over 3.5"),
+    ("ascii_share", ascii_share, ("min_ascii",), "a guard against what only claims to be such a language"),
+    *((name, rule, ("rules",), rule.__doc__.split("\n")[0]) for name, rule in RULES.items()),
+    ("contaminated", contaminated, ("contaminated", "contaminated_drop"), "Brown et al. 2020: 13-grams"),
+    ("masked", masked, ("mask_personal",), "as FineWeb does"),
+    ("perplexity", perplexity, ("perplexity_text",), "CCNet, Wenzek et al. 2019"),
+)
+# Those that run only when their first key is set; rules run when they are named.
+OPTIONAL = ("blocked", "contaminated", "masked", "perplexity")
+FILTERS = {name: step for name, step, _, _ in TABLE if name not in (*OPTIONAL, *RULES)}
+
+
+def steps_of(settings):
+    """[(name, function)] of the filters that run with these settings, in order."""
+    chosen = {name for name, _, keys, _ in TABLE if name in OPTIONAL and settings[keys[0]]} | set(settings["rules"])
+    return [(name, FILTERS.get(name, step)) for name, step, _, _ in TABLE if name in FILTERS or name in chosen]

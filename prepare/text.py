@@ -78,15 +78,36 @@ INVISIBLE = re.compile(
     "\U000e0000-\U000e007f\ud800-\udfff]")
 RUN = re.compile(r"[ \t]+")
 OTHER_SPACES = re.compile("[\xa0\u1680\u2000-\u200a\u202f\u205f\u3000]")
+KINDS = {
+    "control_characters": re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]"),
+    "soft_hyphens": re.compile("\xad"),
+    "byte_order_marks": re.compile("\ufeff"),
+    "zero_width_spaces": re.compile("[\u180e\u200b\u2060-\u2064]"),
+    "direction_marks": re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u206f]"),
+    "annotations_and_tags": re.compile("[\ufff9-\ufffb\U000e0000-\U000e007f]"),
+    "surrogates": re.compile("[\ud800-\udfff]"),
+}
 
 
-def normalise(text):
-    """NFC, one kind of line end, no invisible characters, plain spaces; indentation kept, at most one blank line."""
+def changed_by_normalising(text):
+    """Names of what normalise will change in it, beside spaces and line ends that are usual."""
+    if text.isascii() and not INVISIBLE.search(text):
+        return []
+    invisible = INVISIBLE.search(LINE_ENDS.sub("\n", text)) is not None
+    found = [f"normalised_{kind}" for kind, pattern in KINDS.items() if invisible and pattern.search(text)]
+    found += ["normalised_spaces"] * bool(OTHER_SPACES.search(text))
+    found += ["normalised_to_nfc"] * (not unicodedata.is_normalized("NFC", text))
+    return ["invisible_characters_removed"] * invisible + found
+
+
+def normalise(text, keep_indentation=True):
+    """NFC, one kind of line end, no invisible characters, plain spaces, at most one blank line; indentation kept, as
+    programs need it, or not."""
     # NFC after the invisible ones are gone, since one of them may stand between a letter and its accent.
     text = unicodedata.normalize("NFC", INVISIBLE.sub("", LINE_ENDS.sub("\n", text)))
     text = OTHER_SPACES.sub(" ", text)
     # Line by line: as one regular expression, "spaces before the end of a line" takes quadratic time on many spaces.
-    lines = [tidy_line(line) for line in text.split("\n")]
+    lines = [tidy_line(line if keep_indentation else line.lstrip(" \t")) for line in text.split("\n")]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
 
 
@@ -113,10 +134,22 @@ def identifier():
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
-def language_of(text):
-    """(language code, probability) by naive Bayes on a window of the text. "zxx" means no language at all."""
-    language, probability = identifier().classify(language_window(text))
-    return language, float(probability)
+@functools.cache
+def fasttext(path):
+    """fastText's model in the file at `path`, by whichever package is there (fasttext-predict is enough)."""
+    import fasttext
+    return fasttext.load_model(path)
+
+
+def language_of(text, model=""):
+    """(language code, probability) of a window of the text: by py3langid, naive Bayes, for which "zxx" means no language
+    at all; or by fastText's model in the file `model`. Their probabilities are not alike: fastText's are far lower."""
+    window = language_window(text)
+    if not model:
+        language, probability = identifier().classify(window)
+        return language, float(probability)
+    labels, probabilities = fasttext(model).predict(window or "-")     # of nothing at all it makes an error
+    return labels[0].removeprefix("__label__"), min(1.0, float(probabilities[0]))
 
 
 def language_window(text):

@@ -1,4 +1,4 @@
-"""The archive reader: WARC and WET (ISO 28500), JSON lines and plain text files, to a stream of pages.
+"""The archive reader: WARC and WET (ISO 28500), JSON lines, Parquet and text files, to a stream of pages.
 
 A page is a dict: url, id, date, kind ("html" or "text"), body (bytes) or text (str), and for WARC responses status,
 content_type and charset. A record that cannot become a page comes as a page with a `drop` reason, so that the audit
@@ -6,6 +6,10 @@ counts it like any other.
 
 Archives found in the wild are damaged in every way. The rule is to honour the declared length, to notice when it was
 wrong, to go on at the next record, and to count what was lost in `losses`.
+
+Every byte is accounted for, there too: bytes_read (unpacked, out of the file) = bytes_pages (what becomes pages, as it
+stands in the archive) + bytes_heads (headers, names, line ends) + bytes_other (records of other kinds) + skipped_bytes
+(lost). What the pages hold once unchunked and unpacked is bytes_pages + bytes_unpacked.
 """
 
 import json
@@ -20,9 +24,13 @@ LINE_LIMIT = 1 << 16                 # of a header line
 HEADER_LINES = 1000
 RECORD_LIMIT = 64 << 20              # of one record, line or unpacked body: a length of 10^15 must not allocate
 
+PARQUET = b"PAR1"
+# Of a file's name only this counts: what it says it is, where the content is too damaged or too odd to tell.
 WARC_NAMES = (".warc", ".wet", ".wat", ".arc")
 JSONL_NAMES = (".jsonl", ".ndjson", ".json")
 TEXT_NAMES = (".txt", ".text", ".md", ".rst")
+PATHS = re.compile(rb"\S+\.(?:warc|wet|wat|arc|parquet|jsonl|gz|zst)\r?\n")     # a list of files, as crawls have them
+CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 HTTP_HEAD_LIMIT = 1 << 20
 STATUS_LINE = re.compile(rb"HTTP/\S*\s+([0-9]{3})\b", re.IGNORECASE)
 BLANK_LINE = re.compile(rb"\r?\n\r?\n")
@@ -36,22 +44,62 @@ def shown_name(path):
     return os.fsencode(Path(path).name).decode("utf-8", "replace")
 
 
-def read_pages(path, losses, max_decompressed=1 << 40):
+def kind_of(start, name):
+    """What a file is by its first bytes (unpacked): "warc", "json", "html", "text", or by what it is refused."""
+    begins = start.removeprefix(b"\xef\xbb\xbf").lstrip()
+    line = begins.partition(b"\n")[0]
+    says = lambda names: name.lower().removesuffix(".gz").removesuffix(".zst").endswith(names)
+    if begins.startswith(b"WARC/") or says(WARC_NAMES) and not begins.startswith(b"filedesc:"):
+        return "warc"
+    if begins.startswith(b"filedesc:"):
+        return "old_arc_format"                         # the predecessor of WARC, before 2009
+    if says(JSONL_NAMES) or line.startswith(b"{") and (is_json(line) or line == begins and start[LINE_LIMIT - 1:]):
+        return "json"
+    if PATHS.match(begins):
+        return "not_a_warc"
+    if says(TEXT_NAMES) or start.startswith((b"\xff\xfe", b"\xfe\xff")) or not CONTROL.search(start):
+        return "html" if begins[:99].lower().startswith((b"<!doctype html", b"<html")) else "text"
+    return "not_a_warc"
+
+
+def is_json(line):
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def read_pages(path, losses, max_decompressed=1 << 40, position=lambda at: None):
     """Yield the pages of the file at `path`, in order. Raises OSError when the file itself cannot be read."""
-    window = Window(chunks(path, losses, max_decompressed))
-    name = Path(path).name.lower().removesuffix(".gz").removesuffix(".zst")
+    with open(path, "rb") as file:
+        if file.read(4) == PARQUET:
+            yield from parquet_pages(path, losses)
+            return
+    window = Window(chunks(path, losses, max_decompressed, position))
     start = window.peek(LINE_LIMIT)
     if not start:
-        if not losses:                              # unless something was there that could not be unpacked
+        if not losses.keys() - {"bytes_file", "bytes_damaged"}:     # unless something was there that could not be unpacked
             losses["empty_file"] = 1
-    elif start.startswith(b"WARC/") or name.endswith(WARC_NAMES):
+        return
+    kind = kind_of(start, Path(path).name)
+    if kind == "warc":
         yield from warc_pages(window, losses)
-    elif name.endswith(JSONL_NAMES) or start.lstrip().startswith(b"{"):
-        yield from json_pages(window, shown_name(path))
-    elif name.endswith(TEXT_NAMES):
-        yield text_page(window, shown_name(path))
+    elif kind == "json":
+        yield from json_pages(window, shown_name(path), losses)
+    elif kind in ("text", "html"):
+        yield text_page(window, shown_name(path), kind, losses)
     else:
-        losses["not_a_warc"] += 1
+        losses[kind] += 1
+        losses["skipped_bytes"] += rest(window)
+    losses["bytes_read"] += window.taken
+
+
+def rest(window):
+    """Pass over what is left; its size."""
+    before = window.taken
+    while window.take(LINE_LIMIT):
+        pass
+    return window.taken - before
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -59,8 +107,10 @@ def read_pages(path, losses, max_decompressed=1 << 40):
 
 def warc_pages(window, losses):
     """Pages of `response` (HTTP) and `conversion` (WET: text already) records; other kinds are only counted."""
+    kinds = set()
     for headers, block in records(window, losses):
         kind = headers.get("warc-type", "").lower()
+        kinds.add(kind)
         losses["records"] += 1
         page = {
             "url": headers.get("warc-target-uri", "").strip("<> "),     # wget wrote <http://...>
@@ -70,32 +120,49 @@ def warc_pages(window, losses):
         if "warc-truncated" in headers:
             losses["warc_truncated_header"] += 1                        # cut by the crawler: kept, but counted
         if kind == "response" and not page["url"].lower().startswith(("dns:", "ftp:", "gopher:")):
-            yield page | http_response(block)
+            page |= http_response(block)
         elif kind == "conversion":
             # No HTTP part: neither status nor content type apply, the crawler has made text of it already.
-            yield page | {"kind": "text", "body": block, "charset": "utf-8"}
+            page |= {"kind": "text", "body": block, "charset": "utf-8", "stored": len(block)}
         else:
             losses["other_records"] += 1
+            losses["bytes_other"] += len(block)
+            continue
+        stored = page.pop("stored")
+        losses["bytes_pages"] += stored
+        losses["bytes_heads"] += len(block) - stored
+        losses["bytes_unpacked"] += len(page["body"]) - stored
+        yield page
+    if kinds and kinds <= {"warcinfo", "metadata"}:
+        losses["metadata_only"] += 1                                    # a WAT file: what is known about pages, no page
     if not losses["records"] and not losses["truncated"]:
         losses["not_a_warc"] += 1
 
 
 def records(window, losses):
     """Yield (headers, block) of each record. Never splits on text inside a block whose declared length is right."""
-    skipped = 0
+    def lost(size):
+        if size:
+            losses["skipped_bytes"] += size
+
     while line := window.line(LINE_LIMIT):
+        begin = window.taken - len(line)
         if not VERSION_LINE.fullmatch(line):
-            skipped += len(line.strip())
+            lost(len(line.strip()))
+            losses["bytes_heads"] += len(line) - len(line.strip())
             continue
         headers = read_headers(window)
         if headers is None:
             losses["bad_header"] += 1
+            lost(window.taken - begin)
             continue
         declared = headers.get("content-length", "")
         if not re.fullmatch(r"[0-9]{1,18}", declared) or int(declared) > RECORD_LIMIT:
             # No way to know where the block ends: the record is lost, the next one begins where a line says so.
             losses["bad_length"] += 1
+            lost(window.taken - begin)
             continue
+        head = window.taken - begin
         block = window.take(int(declared))
         short = len(block) < int(declared)
         following = window.peek(64).lstrip(b"\r\n")                     # should be nothing or the next record
@@ -104,15 +171,16 @@ def records(window, losses):
             swallowed = NEXT_RECORD.search(block)
             if short and not swallowed:
                 losses["truncated"] = 1                                 # the file ends inside this record
-                skipped += len(block)
-                break
+                lost(head + len(block))
+                return
             losses["bad_length"] += 1
             if swallowed:
                 window.give_back(block[swallowed.end():])
+                whole = block[:swallowed.end()]
                 block = block[:swallowed.start()].rstrip(b"\r\n")
+                head += len(whole) - len(block)
+        losses["bytes_heads"] += head
         yield headers, block
-    if skipped:
-        losses["skipped_bytes"] += skipped
 
 
 def read_headers(window):
@@ -149,7 +217,8 @@ def http_response(block):
     head, body = (block[:end.start()], block[end.end():]) if end else (block[:HTTP_HEAD_LIMIT], b"")
     status = STATUS_LINE.match(head)
     if not status:
-        return {"drop": "bad_http", "body": body}
+        return {"drop": "bad_http", "body": block, "stored": len(block)}
+    stored = len(body)
     headers = parse_headers(head.split(b"\n")[1:], "latin-1")
     media, _, parameters = headers.get("content-type", "").partition(";")
     media = media.strip(" \"'").lower()
@@ -157,7 +226,7 @@ def http_response(block):
     if "chunked" in headers.get("transfer-encoding", "").lower():
         body = unchunk(body)
     return {"status": int(status.group(1)), "content_type": media, "charset": charset.group(1) if charset else "",
-            "kind": "text" if media == "text/plain" else "html", "body": body,
+            "kind": "text" if media == "text/plain" else "html", "body": body, "stored": stored,
             **unpack(body, headers.get("content-encoding", "").strip().lower())}
 
 
@@ -192,21 +261,34 @@ def unpack(body, encoding):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# JSON lines and text files
+# JSON lines, Parquet and text files
 
-def json_pages(window, source):
+def json_pages(window, source, losses):
     """One page a line, from objects with a "text" (or "content", "raw_content"). Each line is judged by itself.
 
     Lines are bytes up to "\\n": str.splitlines would also cut at U+2028 and U+0085, which occur inside texts.
     """
     for number, line in enumerate(iter(lambda: window.line(RECORD_LIMIT), b""), 1):
-        page = {"url": "", "id": f"{source}:{number}", "date": "", "kind": "text", "body": line}
-        if len(line) >= RECORD_LIMIT:
+        page, size = {"url": "", "id": f"{source}:{number}", "date": "", "kind": "text", "body": line}, len(line)
+        if not line.strip():
+            losses["bytes_heads"] += size
+            continue
+        if size >= RECORD_LIMIT:
             while line and not line.endswith(b"\n"):
                 line = window.line(LINE_LIMIT)
-            yield page | {"drop": "json_too_long", "body": page["body"][:1000]}
-        elif line.strip():
-            yield page | json_page(line)
+                size += len(line)
+            page |= {"drop": "json_too_long", "body": page["body"][:1000], "size": size}
+        else:
+            page |= json_page(line)
+            size = size_of(page)
+            losses["bytes_heads"] += len(line) - size
+        losses["bytes_pages"] += size
+        yield page
+
+
+def size_of(page):
+    """Bytes of its text, or of what it has as long as it has none."""
+    return page.get("size") or len(page["text"].encode("utf-8", "replace") if "text" in page else page["body"])
 
 
 def json_page(line):
@@ -218,6 +300,11 @@ def json_page(line):
         return {"drop": "json_syntax"}
     if not isinstance(item, dict):
         return {"drop": "json_not_an_object"}
+    return page_of(item)
+
+
+def page_of(item):
+    """The page of an object with a text, however that is called."""
     text = next((item[key] for key in ("text", "raw_content", "content") if key in item), None)
     if not isinstance(text, str):
         return {"drop": "json_no_text"}
@@ -229,7 +316,32 @@ def json_page(line):
             for key, value in page.items()}
 
 
-def text_page(window, source):
-    """A text file is one page."""
-    page = {"url": "", "id": source, "date": "", "kind": "text", "body": window.take(RECORD_LIMIT), "charset": ""}
-    return page | {"drop": "file_too_long"} if window.peek(1) else page
+def parquet_pages(path, losses):
+    """One page a row of a table with a column "text" (or "content", "raw_content"). Needs pyarrow."""
+    import pyarrow
+    import pyarrow.parquet
+    losses["bytes_file"] += os.stat(path).st_size
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            wanted = [name for name in ("text", "raw_content", "content", "url", "id", "date", "date_download")
+                      if name in table.schema_arrow.names]
+            for rows in table.iter_batches(64, columns=wanted):
+                for number, item in enumerate(rows.to_pylist(), number + 1):
+                    page = {"url": "", "id": f"{shown_name(path)}:{number}", "date": "", "kind": "text", "body": b""}
+                    page |= page_of({key: str(value or "") if key.startswith("date") else value     # may be a datetime
+                                     for key, value in item.items()})
+                    losses["bytes_pages"] += size_of(page)
+                    losses["bytes_read"] += size_of(page)
+                    yield page
+    except (pyarrow.ArrowException, OSError):                   # OSError is also what it says of damaged pages
+        losses["bad_parquet"] += 1
+
+
+def text_page(window, source, kind, losses):
+    """A text or HTML file is one page."""
+    page = {"url": "", "id": source, "date": "", "kind": kind, "body": window.take(RECORD_LIMIT), "charset": ""}
+    size = len(page["body"]) + rest(window)
+    losses["bytes_pages"] += size
+    return page if size == len(page["body"]) else page | {"drop": "file_too_long", "body": page["body"][:1000],
+                                                          "size": size}

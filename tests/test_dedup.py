@@ -7,14 +7,23 @@ import sys
 import numpy as np
 import pytest
 
-from prepare.dedup import MinHash, fmix32, paragraph_hashes, repeated, representatives, shingles, text_hash, words_of
+from prepare import dedup
+from prepare.dedup import (MinHash, buckets, candidate_probability, fmix32, jaccard, paragraph_hashes, repeated,
+                           representatives, shingles, text_hash, words_of)
 
 BANDS, ROWS, THRESHOLD = 16, 8, 0.85
 
 
+def of_sets(sets, threshold=THRESHOLD, bands=BANDS, rows=ROWS):
+    """representatives of documents that are these sets of shingles, (n,) uint32 sorted."""
+    minhash = MinHash(bands, rows, 1)
+    keys, sketches = zip(*(minhash.bands(minhash.signature(grams)) for grams in sets))
+    shared = np.stack([buckets(column) for column in np.array(keys).T], axis=1)
+    return representatives(shared, np.array(sketches), np.array([len(grams) for grams in sets]), sets.__getitem__, threshold)
+
+
 def kept_of(texts, threshold=THRESHOLD):
-    minhash = MinHash(BANDS, ROWS, 1)
-    chosen, resemblance = representatives(np.array([minhash.signature(text) for text in texts]), BANDS, threshold)
+    chosen, resemblance = of_sets([shingles(text) for text in texts], threshold)
     return chosen.tolist(), resemblance
 
 
@@ -35,7 +44,7 @@ def with_changes(text, count, seed=0):
     return " ".join(words)
 
 
-def jaccard(a, b):
+def resemblance_of(a, b):
     a, b = ({tuple(words[i:i + 5]) for i in range(len(words) - 4)} for words in (words_of(a), words_of(b)))
     return len(a & b) / len(a | b)
 
@@ -59,21 +68,21 @@ def test_what_is_dropped_resembles_one_that_is_kept():
         for i in range(4):
             words[(step * 23 + i * 110) % 500] = word(draw)
         texts.append(" ".join(words))
-    assert jaccard(texts[0], texts[1]) > 0.9 and jaccard(texts[0], texts[-1]) < 0.4
+    assert resemblance_of(texts[0], texts[1]) > 0.9 and resemblance_of(texts[0], texts[-1]) < 0.4
     chosen, resemblance = kept_of(texts)
     assert 3 <= len(set(chosen)) < len(texts)
     for number, representative in enumerate(chosen):
         assert chosen[representative] == representative                       # it is itself kept
         assert representative <= number                                       # and came first
         if number != representative:
-            assert resemblance[number] >= THRESHOLD and jaccard(texts[number], texts[representative]) > THRESHOLD - 0.1
+            assert resemblance[number] >= THRESHOLD and resemblance_of(texts[number], texts[representative]) >= THRESHOLD
 
 
 def test_pages_of_one_template_are_not_duplicates():
     """Pairs at 0.6 land in a common bucket one time in four; without the check most of these pages would be lost."""
     template = text_of(2, 300)
     texts = [template + " " + text_of(100 + number, 90) for number in range(40)]
-    assert 0.55 < jaccard(texts[0], texts[1]) < 0.7
+    assert 0.55 < resemblance_of(texts[0], texts[1]) < 0.7
     assert len(set(kept_of(texts)[0])) == 40
 
 
@@ -82,9 +91,9 @@ def test_the_signature_estimates_the_resemblance():
     minhash = MinHash(128, 8, 5)                                              # 1024 functions: standard error 0.015
     for changes in (5, 20, 60, 150):
         other = with_changes(base, changes)
-        estimate = (minhash.signature(base) == minhash.signature(other)).mean()
-        assert abs(estimate - jaccard(base, other)) < 0.06
-    assert (minhash.signature(base) == minhash.signature(text_of(4, 2000))).mean() < 0.02
+        estimate = (minhash.signature(shingles(base)) == minhash.signature(shingles(other))).mean()
+        assert abs(estimate - resemblance_of(base, other)) < 0.06
+    assert (minhash.signature(shingles(base)) == minhash.signature(shingles(text_of(4, 2000)))).mean() < 0.02
 
 
 def test_pairs_at_the_threshold_are_found():
@@ -106,14 +115,14 @@ def test_the_family_is_affine_and_its_mixer_a_bijection():
     for place, (a, b) in enumerate(zip(minhash.a.tolist(), minhash.b.tolist())):
         assert a % 2 == 1
         values = [(a * h + b) % 2 ** 32 for h in fmix32(shingles(text)).tolist()]
-        assert minhash.signature(text)[place] == min(values)
+        assert minhash.signature(shingles(text))[place] == min(values)
 
 
 def test_long_texts_are_hashed_in_pieces_to_the_same_result(monkeypatch):
     text, minhash = text_of(6, 3000), MinHash(BANDS, ROWS, 1)
-    whole = minhash.signature(text)
+    whole = minhash.signature(shingles(text))
     monkeypatch.setattr("prepare.dedup.SHINGLES_AT_ONCE", 7)
-    assert np.array_equal(minhash.signature(text), whole)
+    assert np.array_equal(minhash.signature(shingles(text)), whole)
 
 
 def test_resemblance_ignores_case_accents_punctuation_and_digits():
@@ -128,8 +137,9 @@ def test_d28_of_identical_documents_the_first_survives(copies):
 
 
 def test_d28_signatures_do_not_depend_on_the_process():
-    program = ("import sys; sys.path.insert(0, sys.argv[1]); from prepare.dedup import MinHash;"
-               "print(MinHash(16, 8, 1).signature('a text of some few words, the same for all').tolist())")
+    program = ("import sys; sys.path.insert(0, sys.argv[1]); from prepare.dedup import MinHash, shingles;"
+               "m = MinHash(16, 8, 1); s = shingles('a text of some few words, the same for all');"
+               "print(s.tolist(), [part.tolist() for part in m.bands(m.signature(s))])")
     root = str(__import__("pathlib").Path(__file__).resolve().parent.parent)
     outputs = {subprocess.run([sys.executable, "-c", program, root], env={"PYTHONHASHSEED": seed}, capture_output=True,
                               text=True, check=True).stdout for seed in ("0", "1", "2")}
@@ -138,29 +148,78 @@ def test_d28_signatures_do_not_depend_on_the_process():
 
 def test_thousands_of_copies_take_no_quadratic_time():
     import time
-    signature = MinHash(BANDS, ROWS, 1).signature(text_of(1))
+    sets = [shingles(text_of(1))] * 20_000
     start = time.perf_counter()
-    chosen, _ = representatives(np.tile(signature, (20_000, 1)), BANDS, THRESHOLD)
-    assert set(chosen.tolist()) == {0} and time.perf_counter() - start < 10
+    chosen, _ = of_sets(sets, bands=4, rows=4)
+    assert set(chosen.tolist()) == {0} and time.perf_counter() - start < 20
+
+
+def sets_of(*overlaps, size=1000, seed=7):
+    """A set of random numbers, and for each overlap another one whose J with the first is this, and with each other less."""
+    draw = np.random.default_rng(seed)
+    numbers = draw.permutation(2 ** 16)[:size * (len(overlaps) + 1)].astype(np.uint32).reshape(-1, size)
+    sets = [np.sort(numbers[0])]
+    for fresh, overlap in zip(numbers[1:], overlaps):
+        same = round(2 * size * overlap / (1 + overlap))
+        sets.append(np.sort(np.concatenate([draw.permutation(numbers[0])[:same], fresh[:size - same]])))
+    return sets
+
+
+def test_the_threshold_is_that_of_the_sets_not_of_the_signature():
+    """Pairs at 0.84 and 0.86: a signature of 128 puts one in three on the wrong side."""
+    assert jaccard(*sets_of(0.86)) == pytest.approx(0.86, abs=0.001)
+    kept = [of_sets(sets_of(share, seed=number))[0].tolist() for share in (0.84, 0.86) for number in range(30)]
+    assert kept[:30] == [[0, 1]] * 30 and kept[30:].count([0, 0]) >= 29          # one in 250 shares no band
+    minhash = MinHash(BANDS, ROWS, 1)
+    estimates = [np.mean(np.equal(*map(minhash.signature, sets_of(0.86, seed=number)))) for number in range(30)]
+    assert sum(estimate < THRESHOLD for estimate in estimates) > 5
+    exactly = np.arange(37, dtype=np.uint32), np.arange(3, 40, dtype=np.uint32)     # 34 of 40
+    for threshold, representative in ((0.85, 0), (0.8500001, 1)):
+        assert of_sets(list(exactly), threshold, 32, 2)[0].tolist() == [0, representative]
 
 
 def test_the_first_candidate_need_not_be_the_right_one():
-    """Signatures by hand: the third shares a band with the first and next to nothing else, but is nearly the second."""
-    draw = np.random.default_rng(0)
-    first, second = draw.integers(0, 1 << 32, (2, BANDS * ROWS), dtype=np.uint32)
-    third = second.copy()
-    third[:ROWS] = first[:ROWS]
-    chosen, resemblance = representatives(np.array([first, second, third]), BANDS, THRESHOLD)
-    assert chosen.tolist() == [0, 1, 1] and resemblance[2] == 1 - ROWS / (BANDS * ROWS)
+    """Buckets by hand: the third shares one with the first and next to nothing else, but is nearly the second."""
+    first, second, third = sets_of(0.1, 0.1)[:2] + [None]
+    third = np.sort(np.concatenate([second[:980], np.arange(20, dtype=np.uint32) + 2 ** 23]))
+    shared = np.array([[0, -1], [-1, 0], [0, 0]])
+    sets, sketches = [first, second, third], np.zeros((3, 128), np.uint8)
+    chosen, resemblance = representatives(shared, sketches, np.full(3, 1000), sets.__getitem__, THRESHOLD)
+    assert chosen.tolist() == [0, 1, 1] and resemblance[2] == jaccard(second, third) > 0.95
 
 
 def test_the_earliest_that_is_close_enough_represents_not_the_closest():
-    third = np.random.default_rng(1).integers(0, 1 << 32, BANDS * ROWS, dtype=np.uint32)
-    first, second = third.copy(), third.copy()
-    first[:16] += 1                                                           # agrees in 112 of 128: 0.875
-    second[-10:] += 1                                                         # in 118, but with the first in 102 only
-    for threshold, chosen in ((0.85, 0), (0.875, 0), (0.876, 1)):
-        assert representatives(np.array([first, second, third]), BANDS, threshold)[0].tolist() == [0, 1, chosen]
+    third, first, second = sets_of(0.875, 0.95)
+    for threshold, chosen in ((0.85, 0), (0.87, 0), (0.88, 1)):
+        assert of_sets([first, second, third], threshold)[0].tolist() == [0, 1, chosen]
+
+
+@pytest.mark.parametrize("many, verified", [(2048, 64), (30, 64), (30, 5)])
+def test_in_a_crowd_of_one_template_the_nearest_are_still_found(monkeypatch, many, verified):
+    """400 pages at 0.75 of each other, all kept; then a copy at 0.95 of each fifth."""
+    monkeypatch.setattr(dedup, "MANY", many)
+    monkeypatch.setattr(dedup, "VERIFIED", verified)
+    draw = np.random.default_rng(3)
+    template = np.arange(857, dtype=np.uint32)
+    fresh = lambda count: draw.integers(2 ** 20, 2 ** 32, count, dtype=np.uint32)
+    pages = [np.concatenate([template, fresh(143)]) for _ in range(400)]
+    copies = [np.concatenate([page[:974], fresh(26)]) for page in pages[::5]]
+    chosen, _ = of_sets([np.sort(page) for page in pages + copies])
+    assert chosen[:400].tolist() == list(range(400))
+    found = chosen[400:] == np.arange(0, 400, 5)
+    assert found.mean() >= (0.97 if many > 400 else 0.9)
+    assert set(chosen[400:][~found]) <= set(range(400, 480))
+
+
+def test_the_curve_is_the_one_that_is_known():
+    known = {.5: .061, .6: .237, .7: .613, .75: .815, .8: .947, .85: .994, .9: 1.0}     # of 16 bands of 8
+    assert {share: round(candidate_probability(share, 16, 8), 3) for share in known} == known
+    assert round(candidate_probability(0.85, 8, 16), 3) == 0.461
+
+
+def test_buckets_number_what_is_shared():
+    keys = np.array([7, 3, 7, 2 ** 64 - 1, 5, 3, 7], dtype=np.uint64)
+    assert buckets(keys).tolist() == [1, 0, 1, -1, -1, 0, 1] and buckets(keys[:0]).tolist() == []
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -5,15 +5,17 @@ import time
 import pytest
 
 from archives import PROSE, prose
-from prepare import filters
+from prepare import filters, rules
 from prepare.text import codec_of, decode, extract, language_of, language_window, normalise, short_lines
 
 SETTINGS = {"max_replacement": 0.01, "main_content": False, "languages": ("en",), "language_threshold": 0.995,
-            "min_chars": 200, "max_chars": 1_000_000, "min_entropy": 3.2, "min_ascii": 0.3}
+            "min_chars": 200, "max_chars": 1_000_000, "min_entropy": 3.2, "min_ascii": 0.3, "keep_indentation": True,
+            "language_model": "", "rules": (), "block_list": "", "mask_personal": False, "contaminated": (),
+            "contaminated_drop": True, "perplexity_text": ""}
 
 
 def page(**fields):
-    return {"url": "", "id": "x", "kind": "html", "charset": "", "measures": {}, **fields}
+    return {"url": "", "id": "x", "kind": "html", "charset": "", "measures": {}, "notes": [], **fields}
 
 
 def run(*steps, **fields):
@@ -89,7 +91,7 @@ def test_what_cannot_be_decoded_is_dropped_by_share():
     ((TEXT * 9).encode("cp1252"), "utf-8", True), (b"plain ascii", "koi8-r", False), (TEXT.encode(), "", False),
 ])
 def test_wrong_labels_are_noted(body, charset, wrong):
-    assert run(filters.decoded, body=body, charset=charset)[1]["mislabelled"] is wrong
+    assert ("mislabelled_charset" in run(filters.decoded, body=body, charset=charset)[1]["notes"]) is wrong
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -205,7 +207,7 @@ def test_language_filter_and_its_reasons(monkeypatch):
         assert run(filters.language, text=text)[0] is not None
     item = page(text=GERMAN * 5)
     assert filters.language(item, {**SETTINGS, "languages": ()}) is None and item["language"] == "de"
-    monkeypatch.setattr(filters, "language_of", lambda text: ("en", 0.9949))
+    monkeypatch.setattr(filters, "language_of", lambda text, model: ("en", 0.9949))
     assert run(filters.language, text="x")[0] == "unsure_language"
 
 
@@ -243,7 +245,7 @@ GOOD = prose("alder")
     ("Katze Hund the Vogel Pferd " * 20, "gopher_stop_words"), ("Katze Hund the and Pferd " * 20, None),
 ])
 def test_gopher_quality(text, reason):
-    assert run(filters.gopher_quality, text=text)[0] == reason
+    assert run(rules.gopher_quality, text=text)[0] == reason
 
 
 @pytest.mark.parametrize("text, reason", [
@@ -259,7 +261,7 @@ def test_gopher_repetition(text, reason):
     if text.startswith(GOOD):
         text = " ".join(f"{word}{number}" for number, word in enumerate(GOOD.split()[:100]))
         text += " " + " ".join(text.split()[:25])                               # 25 of 125 words occur again: 0.2 of it
-    assert run(filters.gopher_repetition, text=text)[0] == reason
+    assert run(rules.gopher_repetition, text=text)[0] == reason
 
 
 def test_repeated_ngrams_against_a_slow_count():
@@ -276,7 +278,7 @@ def test_repeated_ngrams_against_a_slow_count():
             counts = Counter(grams)
             if n <= 4:
                 top = max((count * sum(map(len, gram)) for gram, count in counts.items() if count > 1), default=0)
-                if top / total > filters.TOP_NGRAMS[n]:
+                if top / total > rules.TOP_NGRAMS[n]:
                     expected = f"gopher_top_{n}gram"
                     break
             else:
@@ -285,10 +287,10 @@ def test_repeated_ngrams_against_a_slow_count():
                     if gram in seen:
                         covered.update(range(i, i + n))
                     seen.add(gram)
-                if sum(len(words[i]) for i in covered) / total > filters.REPEATED_NGRAMS[n]:
+                if sum(len(words[i]) for i in covered) / total > rules.REPEATED_NGRAMS[n]:
                     expected = f"gopher_repeated_{n}gram"
                     break
-        assert run(filters.gopher_repetition, text=" ".join(words))[0] == expected, seed
+        assert run(rules.gopher_repetition, text=" ".join(words))[0] == expected, seed
 
 
 @pytest.mark.parametrize("text, reason, left", [
@@ -299,7 +301,7 @@ def test_repeated_ngrams_against_a_slow_count():
      "We value you, see our privacy policy for more.\n", None, 3),
 ])
 def test_c4(text, reason, left):
-    found, item = run(filters.c4, text=text)
+    found, item = run(rules.c4, text=text)
     assert found == reason and (left is None or len(item["text"].split("\n")) == left)
 
 
@@ -311,4 +313,4 @@ def test_c4(text, reason, left):
     ("\n".join(f"Thirtyoneormoreletters{n}inthisword. yes." for n in "abcdef"), "fineweb_newlines"),
 ])
 def test_fineweb(text, reason):
-    assert run(filters.fineweb, text=text)[0] == reason
+    assert run(rules.fineweb, text=text)[0] == reason

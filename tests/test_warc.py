@@ -12,13 +12,21 @@ import zstandard
 
 from archives import html, http, members, record, response
 from prepare import warc
-from prepare.stream import Window
-from prepare.warc import read_pages
+from prepare.stream import Window, chunks
+from prepare.warc import read_pages, size_of
 
 
 def read(path, **options):
+    """(pages, losses), and no byte of it unaccounted for: a second pass over the file counts what is unpacked."""
     losses = Counter()
-    return list(read_pages(path, losses, **options)), losses
+    pages = list(read_pages(path, losses, **options))
+    if path.suffix != ".parquet":
+        unpacked = sum(map(len, chunks(path, Counter(), options.get("max_decompressed", 1 << 40))))
+        assert losses["bytes_read"] == unpacked == losses["skipped_bytes"] + sum(
+            losses[name] for name in ("bytes_pages", "bytes_heads", "bytes_other"))
+    assert sum(map(size_of, pages)) == losses["bytes_pages"] + losses["bytes_unpacked"]
+    assert losses["bytes_file"] == path.stat().st_size and 0 <= losses["bytes_damaged"] <= losses["bytes_file"]
+    return pages, Counter({name: count for name, count in losses.items() if not name.startswith("bytes_")})
 
 
 def read_bytes(folder, data, name="x.warc", **options):
@@ -157,10 +165,39 @@ def test_a_bomb_inside_a_response_is_dropped(tmp_path, monkeypatch):
     assert pages[0]["drop"] == "body_too_large"
 
 
-def test_zstd_with_its_dictionary_inside_is_not_read_as_something_else(tmp_path):
-    frame = b"\x5d\x2a\x4d\x18" + (8).to_bytes(4, "little") + b"12345678"
-    pages, losses = read_bytes(tmp_path, frame + zstandard.compress(b"WARC/1.0"), "x.warc.zst")
-    assert not pages and losses["zstd_dictionary"] == 1
+@pytest.mark.parametrize("pack", [bytes, zstandard.compress], ids=["as it is", "compressed"])
+def test_zstd_with_its_dictionary_inside(tmp_path, pack):
+    """As archive.org writes it: a skippable frame with a dictionary, then a frame a record that needs it."""
+    records = [response(html(f"page {i} " * 20), f"http://a.example/{i}") for i in range(9)]
+    words = zstandard.train_dictionary(800, records * 20)
+    content = pack(words.as_bytes())
+    head = b"\x5d\x2a\x4d\x18" + len(content).to_bytes(4, "little") + content
+    frames = [zstandard.ZstdCompressor(dict_data=words).compress(part) for part in records]
+    with pytest.raises(zstandard.ZstdError):
+        zstandard.ZstdDecompressor().decompress(frames[0])
+    pages, losses = read_bytes(tmp_path, head + b"".join(frames), "x.warc.zst")
+    assert urls(pages) == list("012345678") and losses == {"records": 9}
+    for cut in (6, 40, len(head) - 1):
+        assert read_bytes(tmp_path, head[:cut], "x.warc.zst")[1] == {"truncated": 1}
+    pages, losses = read_bytes(tmp_path, head[:8] + b"\x37\xa4\x30\xec" + bytes(len(content) - 4) + frames[0], "x")
+    assert not pages and losses == {"bad_zstd": 1}                            # no dictionary, though it begins like one
+    skippable = b"\x50\x2a\x4d\x18" + (70_000).to_bytes(4, "little") + b"x" * 70_000
+    pages, losses = read_bytes(tmp_path, skippable.join(map(zstandard.compress, records)), "x")
+    assert urls(pages) == list("012345678") and losses == {"records": 9}
+
+
+@pytest.mark.parametrize("where", ["head", "middle", "junk between"])
+def test_a_damaged_zstd_frame_costs_its_record_only(tmp_path, where):
+    import random
+    records = three(response(random.Random(0).randbytes(5000), "http://a.example/2"))
+    parts = [bytearray(zstandard.ZstdCompressor(write_checksum=True).compress(part)) for part in records]
+    if where == "junk between":
+        parts[1] = b"junk" * 2000
+    else:
+        parts[1][{"head": 1, "middle": 2500}[where]] ^= 0x55
+    pages, losses = read_bytes(tmp_path, b"".join(map(bytes, parts)), "x.warc.zst")
+    assert urls(pages)[0] == "1" and urls(pages)[-1] == "3" and losses["bad_zstd"] == 1
+    assert "2" not in urls(pages) or where == "middle"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -372,6 +409,62 @@ def test_d25_each_line_of_json_is_judged_by_itself(tmp_path, monkeypatch):
     assert pages[10]["text"] == "ccnet" and pages[10]["url"] == ""
 
 
+@pytest.mark.parametrize("data, kinds", [
+    (b'{"text": "a"}\n{"text": "b"}\n', ["text"] * 2), (b'\xef\xbb\xbf{"text": "a"}', ["text"]),
+    (b'\n\n' + json.dumps({"text": "long " * 40_000}).encode() + b"\n", ["text"]),
+    (b"{ this is no JSON }\nbut text\n", ["text"]), ("Ein schöner Text\n".encode(), ["text"]),
+    ("Ein schöner Text\n".encode("utf-16"), ["text"]), (b"\n <!DOCTYPE html><p>a", ["html"]), (b"<HTML><p>a", ["html"]),
+    (response(html("one")), ["html"]), (b"\r\n" + response(html("one")), ["html"]),
+], ids=["lines", "mark", "long line", "braces", "utf-8", "utf-16", "doctype", "html", "warc", "blank"])
+def test_the_content_says_what_a_file_is_whatever_its_name(tmp_path, data, kinds):
+    for name in ("README", "x.bin", "x.dat.gz"):
+        for pack in (bytes, gzip.compress, zstandard.compress):
+            pages, losses = read_bytes(tmp_path, pack(data), name)
+            assert [page.get("drop") or page["kind"] for page in pages] == kinds, (name, losses)
+
+
+def test_archives_of_the_old_form_and_of_metadata_are_refused_by_name(tmp_path):
+    arc = b"filedesc://x.arc 0.0.0.0 20060101000000 text/plain 76\n1 0 a\nURL IP-address Archive-date\n" + b"\0" * 99
+    assert read_bytes(tmp_path, gzip.compress(arc), "x.arc.gz") == ([], {"old_arc_format": 1, "skipped_bytes": len(arc)})
+    wat = record("warcinfo", b"x") + record("metadata", b'{"Container": {}}') * 3
+    assert read_bytes(tmp_path, wat, "x") == ([], {"records": 4, "other_records": 4, "metadata_only": 1})
+
+
+def test_tables_are_read_where_pyarrow_is(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    import datetime
+
+    import pyarrow.parquet as parquet
+    texts = [f"text {i}" for i in range(200)] + [None]
+    table = pyarrow.table({"text": texts, "url": [f"http://a.example/{i}" for i in range(201)],
+                           "date": [datetime.datetime(2024, 1, 2)] * 201, "number": range(201)})
+    parquet.write_table(table, tmp_path / "x.parquet", row_group_size=50)
+    pages, losses = read(tmp_path / "x.parquet")
+    assert [page.get("text") for page in pages] == texts and not losses and pages[200]["drop"] == "json_no_text"
+    assert (pages[7]["url"], pages[7]["id"], pages[7]["date"][:10]) == ("http://a.example/7", "x.parquet:8", "2024-01-02")
+    whole = (tmp_path / "x.parquet").read_bytes()
+    (tmp_path / "y.parquet").write_bytes(whole[:-30])
+    assert read(tmp_path / "y.parquet") == ([], {"bad_parquet": 1})
+    parquet.write_table(pyarrow.table({"words": ["a"]}), tmp_path / "z.parquet")
+    assert [page["drop"] for page in read(tmp_path / "z.parquet")[0]] in ([], ["json_no_text"])
+
+
+def test_every_byte_of_damaged_files_is_accounted_for(tmp_path):
+    """`read` compares the sums; here on some hundred files with every kind of damage (the fuzzing below has more)."""
+    data = b"".join(three(response(chunked(html("two " * 99)), "http://a.example/2"))) + record("request", b"GET / HTTP/1.1")
+    body = gzip.compress(html("packed " * 99))
+    data += response(body, headers=("Content-Type: text/html", "Content-Encoding: gzip")) + record("response", b"nonsense")
+    for cut in range(1, len(data), 41):
+        read_bytes(tmp_path, data[:cut])
+        read_bytes(tmp_path, data[cut:])
+        read_bytes(tmp_path, data[:cut] + b"junk\n" + data[cut:])
+        read_bytes(tmp_path, members([data[:cut], data[cut:]])[:-cut])
+        read_bytes(tmp_path, data, max_decompressed=cut)
+    lines = b'{"text": "a \\u00e9"}\n\n{"a": 1}\n[]\n\xff\n{"text": "' + b"b" * 99 + b'"}'
+    for cut in range(1, len(lines)):
+        read_bytes(tmp_path, lines[:cut], "x.jsonl")
+
+
 def test_memory_is_bounded_on_a_line_of_200_mb(tmp_path, monkeypatch):
     monkeypatch.setattr(warc, "RECORD_LIMIT", 4 << 20)
     path = tmp_path / "x.jsonl.gz"
@@ -417,7 +510,11 @@ def test_d1_d2_d3_d7_d8_d9_real_archives(shared_data):
     counts = {name: len(read(folder / name)[0]) for name in
               ("whirlwind.warc.gz", "whirlwind.warc.wet.gz", "whirlwind.warc.wat.gz", "CC-MAIN-2024-22.warc.paths.gz")}
     assert list(counts.values()) == [1, 1, 0, 0]
-    assert read(folder / "CC-MAIN-2024-22.warc.paths.gz")[1] == {"not_a_warc": 1}
+    losses = read(folder / "CC-MAIN-2024-22.warc.paths.gz")[1]
+    assert losses["not_a_warc"] == 1 and losses["skipped_bytes"] > 10_000
+    assert read(folder / "whirlwind.warc.wat.gz")[1]["metadata_only"] == 1
+    for path in sorted(folder.iterdir()):
+        read(path)                                                    # which accounts for every byte
 
     pages, _ = read(folder / "dolma-sample-0000.warc.gz")
     assert len(pages) == 22 and all(page["url"].startswith("http") for page in pages)

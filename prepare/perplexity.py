@@ -1,0 +1,89 @@
+"""How surprising a text is to a small model of clean text, which is trained here on a file that the user names.
+
+An interpolated model of characters: the probability of a character after the last four mixes what was counted after
+four, three, two, one and no characters, each order weighted by how many kinds of characters it has seen follow (Witten
+and Bell 1991). Counts lie in tables by hash: n-grams that meet in one place add up, which makes both a little likelier.
+The value depends on the model, so a page is never judged by the number, only by its place among all pages (CCNet).
+"""
+
+import functools
+import hashlib
+import json
+
+import numpy as np
+
+from prepare.dedup import MIX
+
+ORDER = 5
+TRAIN_CHARACTERS = 20_000_000
+SCORE_CHARACTERS = 4096       # of the beginning of a text: enough for a mean
+
+
+def codes_of(text):
+    """(n,) uint64: its characters, in small letters, all white space alike."""
+    return np.frombuffer(" ".join(text.lower().split()).encode("utf-32-le", "replace"), "<u4").astype(np.uint64)
+
+
+def hashes(codes, length):
+    """(n - length + 1,) uint64 of all runs of so many characters; for 0 one number, the same n + 1 times."""
+    mixed = np.full(len(codes) - length + 1, length + 1, dtype=np.uint64)
+    for offset in range(length):
+        mixed = (mixed ^ codes[offset:offset + len(mixed)]) * MIX
+        mixed ^= mixed >> np.uint64(29)
+    return mixed
+
+
+class Model:
+    """counts[k] of runs of k + 1 characters, totals[k] of what followed k characters, kinds[k] how many kinds of it."""
+
+    def __init__(self, text):
+        codes = codes_of(text[:TRAIN_CHARACTERS])
+        bits = min(22, max(12, int(len(codes)).bit_length() + 1))
+        self.shift = np.uint64(64 - bits)
+        self.alphabet = len(np.unique(codes)) + 1                 # and one for all that it has not seen
+        self.counts, self.totals, self.kinds = [], [], []
+        for k in range(ORDER):
+            runs, first = np.unique(hashes(codes, k + 1), return_index=True)
+            before = self.at(hashes(codes, k)[:len(codes) - k])
+            self.counts.append(np.bincount(self.at(hashes(codes, k + 1)), minlength=1 << bits).astype(np.float32))
+            self.totals.append(np.bincount(before, minlength=1 << bits).astype(np.float32))
+            self.kinds.append(np.bincount(before[first], minlength=1 << bits).astype(np.float32))
+        tables = b"".join(table.tobytes() for table in (*self.counts, *self.totals, *self.kinds))
+        self.hash = hashlib.sha256(tables).hexdigest()
+
+    def at(self, hashed):
+        return (hashed >> self.shift).astype(np.int64)
+
+    def perplexity(self, text):
+        """Two to the mean of bits a character: from 1, what could not be otherwise, to the size of the alphabet."""
+        codes = codes_of(text[:SCORE_CHARACTERS])
+        if not len(codes):
+            return float(self.alphabet)
+        likely = np.full(len(codes), 1 / self.alphabet)
+        for k in range(min(ORDER, len(codes))):
+            before, run = self.at(hashes(codes, k)[:len(codes) - k]), self.at(hashes(codes, k + 1))
+            totals, kinds = self.totals[k][before], self.kinds[k][before]
+            seen = totals > 0
+            mixed = (self.counts[k][run] + kinds * likely[k:]) / np.maximum(1, totals + kinds)
+            likely[k:] = np.where(seen, np.minimum(mixed, 1), likely[k:])
+        return float(2 ** -np.log2(likely).mean())
+
+
+@functools.cache
+def model_of(path):
+    """The model of the file at `path`: plain text, or JSON lines with a "text"."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        text = file.read(TRAIN_CHARACTERS * 2)
+    if text.lstrip().startswith("{"):
+        parts = []
+        for line in text.splitlines():
+            try:
+                parts.append(json.loads(line)["text"])
+            except (ValueError, KeyError, TypeError):             # the last line may be cut
+                continue
+        text = "\n".join(parts) or text
+    return Model(text)
+
+
+def perplexity_of(text, path):
+    return model_of(path).perplexity(text)
