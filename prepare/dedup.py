@@ -33,10 +33,15 @@ def text_hash(text):
     return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
 
 
+DIGITS = str.maketrans("123456789", "000000000")
+
+
 def words_of(text):
     """Words as they count for resemblance: no case, accents or punctuation, every digit a 0."""
-    text = ACCENTS.sub("", unicodedata.normalize("NFKD", text.lower()))
-    return re.findall(r"\w+", re.sub(r"\d", "0", text))
+    text = text.lower()
+    if not text.isascii():
+        text = re.sub(r"\d", "0", ACCENTS.sub("", unicodedata.normalize("NFKD", text)))
+    return re.findall(r"\w+", text.translate(DIGITS))
 
 
 @functools.lru_cache(maxsize=1 << 20)
@@ -54,9 +59,10 @@ def chained(ids, n):
     return mixed
 
 
-def ngrams(words, n):
-    """Hashes of all runs of n words: uint64."""
-    return chained(np.array([word_hash(word) for word in words], dtype=np.uint64), n)
+@functools.lru_cache(maxsize=1)      # more than one step asks for those of a page
+def word_hashes(text):
+    """(n,) uint64"""
+    return np.array([word_hash(word) for word in words_of(text)], dtype=np.uint64)
 
 
 def shingles(text):
@@ -65,8 +71,10 @@ def shingles(text):
     A text of fewer than 5 words is one shingle, its whole sequence of words, so that short texts are duplicates only of
     themselves; without any word it is the text itself.
     """
-    words = words_of(text) or [text]
-    return np.unique((ngrams(words, min(NGRAM, len(words))) >> np.uint64(32)).astype(np.uint32))
+    hashes = word_hashes(text)
+    if not len(hashes):
+        hashes = np.array([word_hash(text)], dtype=np.uint64)
+    return np.unique((chained(hashes, min(NGRAM, len(hashes))) >> np.uint64(32)).astype(np.uint32))
 
 
 def fmix32(x):
@@ -165,16 +173,12 @@ def representatives(shared, sketches, sizes, shingles_of, threshold):
 
 def closest(found, document, sketches, sizes, threshold):
     """Those of the documents `found`, each as often as it shares a bucket, that are worth verifying; in their order."""
-    if len(found) > MANY:
-        votes = np.bincount(found)
-        candidates = np.flatnonzero(votes)
-        if len(candidates) > MANY:
-            candidates = np.sort(candidates[np.argsort(-votes[candidates], kind="stable")[:MANY]])
-    else:
-        candidates = np.unique(found)
+    candidates, votes = np.unique(found, return_counts=True)
+    if len(candidates) > MANY:
+        candidates = np.sort(candidates[np.argsort(-votes, kind="stable")[:MANY]])
     # Of two sets of 85 and 100 members J is 0.85 at most.
     least, most = np.minimum(sizes[candidates], sizes[document]), np.maximum(sizes[candidates], sizes[document])
-    candidates = candidates[least >= threshold * most]
+    candidates = candidates[least >= threshold * most - 1e-6]
     agreement = (sketches[candidates] == sketches[document]).mean(axis=1)
     candidates, agreement = (part[agreement >= threshold - DOUBT] for part in (candidates, agreement))
     if len(candidates) > VERIFIED:

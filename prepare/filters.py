@@ -11,12 +11,11 @@ import functools
 import ipaddress
 import json
 import re
-from collections import Counter
 
 import numpy as np
 
 from prepare.audit import host_of
-from prepare.dedup import ngrams, words_of
+from prepare.dedup import chained, word_hashes
 from prepare.perplexity import perplexity_of
 from prepare.rules import RULES, first
 from prepare.text import changed_by_normalising, codec_of, decode, extract, language_of, normalise
@@ -103,7 +102,7 @@ def language(page, settings):
 
 def entropy(page, settings):
     """Bits per character of the distribution of characters: stops "aaaa" and "-----", English has 4.2 to 5.1."""
-    counts = np.array(list(Counter(page["text"]).values()))
+    _, counts = np.unique(np.frombuffer(page["text"].encode("utf-32-le"), "<u4"), return_counts=True)
     shares = counts / counts.sum()
     bits = page["measures"]["entropy"] = float(-(shares * np.log2(shares)).sum())
     return "low_entropy" if bits < settings["min_entropy"] else None
@@ -137,7 +136,7 @@ def evaluation_ngrams(paths):
     for path in paths:
         with open(path, encoding="utf-8", errors="replace") as file:
             for line in file:
-                found += [ngrams(words_of(text), EVALUATION_NGRAM) for text in strings_of(line)]
+                found += [chained(word_hashes(text), EVALUATION_NGRAM) for text in strings_of(line)]
     return np.unique(np.concatenate([np.zeros(0, np.uint64), *found]))
 
 
@@ -159,7 +158,7 @@ def strings_of(line):
 def contaminated(page, settings):
     """It shares a word 13-gram with an evaluation file."""
     known = evaluation_ngrams(settings["contaminated"])
-    grams = ngrams(words_of(page["text"]), EVALUATION_NGRAM)
+    grams = chained(word_hashes(page["text"]), EVALUATION_NGRAM)
     places = np.minimum(np.searchsorted(known, grams), max(0, len(known) - 1))
     if not len(known) or not (known[places] == grams).any():
         return None
@@ -203,8 +202,8 @@ TABLE = (
     ("entropy", entropy, ("min_entropy",), "English has 4.2 to 5.1, \"lorem ipsum\" over and over 3.5"),
     ("ascii_share", ascii_share, ("min_ascii",), "a guard against what only claims to be such a language"),
     *((name, rule, ("rules",), rule.__doc__.split("\n")[0]) for name, rule in RULES.items()),
-    ("contaminated", contaminated, ("contaminated", "contaminated_drop"), "Brown et al. 2020: 13-grams"),
     ("masked", masked, ("mask_personal",), "as FineWeb does"),
+    ("contaminated", contaminated, ("contaminated", "contaminated_drop"), "Brown et al. 2020: 13-grams"),
     ("perplexity", perplexity, ("perplexity_text",), "CCNet, Wenzek et al. 2019"),
 )
 # Those that run only when their first key is set; rules run when they are named.

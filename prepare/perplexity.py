@@ -16,7 +16,7 @@ from prepare.dedup import MIX
 
 ORDER = 5
 TRAIN_CHARACTERS = 20_000_000
-SCORE_CHARACTERS = 4096       # of the beginning of a text: enough for a mean
+STRETCH = 1024                # characters each of the beginning, the middle and the end: enough for a mean
 
 
 def codes_of(text):
@@ -56,7 +56,10 @@ class Model:
 
     def perplexity(self, text):
         """Two to the mean of bits a character: from 1, what could not be otherwise, to the size of the alphabet."""
-        codes = codes_of(text[:SCORE_CHARACTERS])
+        if len(text) > 3 * STRETCH:
+            middle = (len(text) - STRETCH) // 2
+            text = f"{text[:STRETCH]} {text[middle:middle + STRETCH]} {text[-STRETCH:]}"
+        codes = codes_of(text)
         if not len(codes):
             return float(self.alphabet)
         likely = np.full(len(codes), 1 / self.alphabet)

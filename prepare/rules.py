@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from prepare.dedup import chained
+from prepare.dedup import MIX, chained
 
 
 def first(reasons):
@@ -22,7 +22,7 @@ def gopher_quality(page, settings, average=np.mean, bullets=("\u2022", "-")):
     """Rae et al. 2021 (arXiv 2112.11446, A1.1), with the constants as datatrove reads them."""
     text = page["text"]
     words, lines = text.split(), [line.strip() for line in text.split("\n") if line.strip()]
-    real = [len(word) for word in words if word.isalnum() or any(map(str.isalnum, word))]
+    real = [len(word) for word in words if word[0].isalnum() or any(map(str.isalnum, word))]
     return first({
         "gopher_word_count": not 50 <= len(real) <= 100_000,
         "gopher_word_length": not 3 <= (average(real) if real else 0) <= 10,
@@ -30,7 +30,7 @@ def gopher_quality(page, settings, average=np.mean, bullets=("\u2022", "-")):
         "gopher_ellipses": (text.count("...") + text.count("\u2026")) / len(words) > 0.1,
         "gopher_bullets": sum(line.startswith(bullets) for line in lines) / len(lines) > 0.9,
         "gopher_line_ellipses": sum(line.endswith(("...", "\u2026")) for line in lines) / len(lines) > 0.3,
-        "gopher_letters": sum(word.isalpha() or any(map(str.isalpha, word)) for word in words) / len(words) < 0.8,
+        "gopher_letters": sum(word[0].isalpha() or any(map(str.isalpha, word)) for word in words) / len(words) < 0.8,
         "gopher_stop_words": len(STOP_WORDS.intersection(map(str.lower, words))) < 2,
     })
 
@@ -56,28 +56,34 @@ def gopher_repetition(page, settings):
         if characters / sum(map(len, parts)) > 0.20:
             return f"gopher_{name}_characters"
     words, numbers = text.split(), {}
-    # Each word a number, each n-gram a hash of n numbers: (n,) uint64.
+    # Each word a number, each n-gram a hash of n numbers.
     ids = np.array([numbers.setdefault(word, len(numbers)) for word in words], dtype=np.uint64)
-    sizes = np.array([len(word) for word in words])
-    until = np.concatenate([[0], np.cumsum(sizes)])                    # characters before each word
+    until = np.concatenate([[0], np.cumsum([len(word) for word in words])])      # characters before each word
+    places = np.arange(len(words))                                     # where an n-gram begins that occurs again
+    grams = chained(ids, 1)
     for n in range(2, min(10, len(words)) + 1):
-        grams = chained(ids, n)
+        # What does not occur again with n - 1 words does not with n: few places are left soon.
+        inside = places + n <= len(words)
+        places = places[inside]
+        grams = (grams[inside] ^ ids[places + n - 1]) * MIX
+        grams ^= grams >> np.uint64(29)
         order = np.argsort(grams, kind="stable")                       # equal ones side by side, the earliest first
-        again = grams[order[1:]] == grams[order[:-1]]
+        starts = np.flatnonzero(np.diff(grams[order], prepend=~grams[order[:1]]))
+        counts = np.diff(np.append(starts, len(order)))
         if n in TOP_NGRAMS:
-            starts = np.flatnonzero(np.concatenate([[True], ~again]))
-            counts = np.diff(np.append(starts, len(grams)))
-            place = order[starts]
-            characters = np.where(counts > 1, counts * (until[place + n] - until[place]), 0)
-            if characters.max() / until[-1] > TOP_NGRAMS[n]:
+            first = places[order[starts]]
+            characters = np.where(counts > 1, counts * (until[first + n] - until[first]), 0)
+            if characters.max(initial=0) / until[-1] > TOP_NGRAMS[n]:
                 return f"gopher_top_{n}gram"
         else:
             # The words covered by the second and later occurrences of an n-gram, each counted once.
-            cover = np.zeros(len(words) + 1, dtype=np.int64)
-            np.add.at(cover, order[1:][again], 1)
-            np.add.at(cover, order[1:][again] + n, -1)
-            if sizes[np.cumsum(cover)[:-1] > 0].sum() / until[-1] > REPEATED_NGRAMS[n]:
+            later = np.delete(places[order], starts)
+            cover = np.bincount(later, minlength=len(words) + 1) - np.bincount(later + n, minlength=len(words) + 1)
+            if np.diff(until)[np.cumsum(cover)[:-1] > 0].sum() / until[-1] > REPEATED_NGRAMS[n]:
                 return f"gopher_repeated_{n}gram"
+        again = np.zeros(len(order), dtype=bool)
+        again[order] = np.repeat(counts > 1, counts)
+        places, grams = places[again], grams[again]
     return None
 
 

@@ -124,7 +124,8 @@ def tidy_line(line):
 
 LANGUAGE_WINDOW = 1024      # characters
 # A word of running text: letters only, no piece of a dotted name or of code, no capital (names, titles, menus).
-PLAIN_WORD = re.compile(r"(?<![\w.(])[^\W\d_A-Z][^\W\d_]+(?![\w(.=])")
+PLAIN_WORD = re.compile(r"(?<![\w.(])[^\W\d_A-Z][^\W\d_]++(?![\w(.=])")
+ASCII_WORD = re.compile(r"(?<![\w.(])[a-z][A-Za-z]++(?![\w(.=])", re.ASCII)      # the same where there is nothing else
 
 
 @functools.cache
@@ -160,7 +161,8 @@ def language_window(text):
     characters, 156 on those in the middle, 50 on this window (all but one of them shorter than 1200 characters).
     """
     pieces = [piece for line in text.split("\n") for piece in short_lines(line.strip(), 100)]
-    counts = [len(PLAIN_WORD.findall(piece)) for piece in pieces]
+    word = ASCII_WORD if text.isascii() else PLAIN_WORD
+    counts = [len(word.findall(piece)) for piece in pieces]
     chosen, size = [], 0
     for index in sorted(range(len(pieces)), key=lambda index: -counts[index]):
         if size > LANGUAGE_WINDOW:

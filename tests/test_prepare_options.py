@@ -139,7 +139,7 @@ def test_the_table_names_every_filter_and_its_source_and_runs_what_is_set():
     everything = {**SETTINGS, "rules": ("c4", "gopher_quality"), "block_list": "x", "mask_personal": True,
                   "contaminated": ("x",), "perplexity_text": "x"}
     assert [name for name, _ in steps_of(everything)] == [
-        "readable", "protocol", "blocked", *always[2:], "gopher_quality", "c4", "contaminated", "masked", "perplexity"]
+        "readable", "protocol", "blocked", *always[2:], "gopher_quality", "c4", "masked", "contaminated", "perplexity"]
 
 
 def test_variants_of_rules_differ_where_they_say():
