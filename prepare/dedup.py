@@ -24,7 +24,7 @@ import numpy as np
 
 NGRAM = 5
 ACCENTS = re.compile("[\u0300-\u036f]")
-SHINGLES_AT_ONCE = 4096       # bounds memory: a book of a million words times 128 hashes would be half a gigabyte
+SHINGLES_AT_ONCE = 256        # times 128 hashes: what fits into the cache (a book at once would be half a gigabyte)
 MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -62,7 +62,8 @@ def chained(ids, n):
 @functools.lru_cache(maxsize=1)      # more than one step asks for those of a page
 def word_hashes(text):
     """(n,) uint64"""
-    return np.array([word_hash(word) for word in words_of(text)], dtype=np.uint64)
+    words = words_of(text)
+    return np.fromiter(map(word_hash, words), np.uint64, len(words))
 
 
 def shingles(text):
@@ -101,8 +102,9 @@ class MinHash:
         mixed = fmix32(grams)
         lowest = np.full(len(self.a), 0xFFFFFFFF, dtype=np.uint32)
         for start in range(0, len(mixed), SHINGLES_AT_ONCE):
-            piece = mixed[start:start + SHINGLES_AT_ONCE, None]                # (n, 1)
-            np.minimum(lowest, (piece * self.a + self.b).min(axis=0), out=lowest)
+            values = mixed[start:start + SHINGLES_AT_ONCE, None] * self.a      # (n, bands * rows)
+            values += self.b
+            np.minimum(lowest, values.min(axis=0), out=lowest)
         return lowest
 
     def bands(self, signature):
