@@ -17,9 +17,9 @@ Inputs are WARC (also .gz, .zst), WET, JSON lines with a "text", and text files.
     split        prepare/clean.py     held-out pages by a hash of their URL, so that they stay held out for ever
     tokenise     here                 BOS text EOS into engine/shards.py
 
-Written in data_dir: docs/*.jsonl.zst, audit.json and audit.html (what became of every page, and why), tokens/, and work/,
-which holds each input file's cleaned pages, so that a changed input or a kill costs only the files that it touched; work/
-may be deleted. Every result carries the hash of all that it was made from: inputs, configuration, program, tokenizer.
+Written in data_dir: docs/*.jsonl.zst, audit.json and audit.html (what became of every page, and why), tokens/, and
+work/, which holds each input file's cleaned pages, so that a changed input or a kill costs only the files that it
+touched; work/ may be deleted. Every result carries the hash of all that it was made from: inputs, configuration, program, tokenizer.
 Called again, the script redoes exactly what no longer fits, and says so.
 
 To look at what has been made, and why:
@@ -78,7 +78,7 @@ min_chars = 200                   # length of a document
 max_chars = 1_000_000             # longer ones are mostly tables and logs
 min_entropy = 3.2                 # bits per character: stops "aaaa"; no measure of quality
 min_ascii = 0.30                  # share of ASCII characters
-rules: tuple[str] = ()            # for prose: gopher_quality, gopher_repetition, c4, fineweb, and variants: prepare/rules.py
+rules: tuple[str] = ()            # for prose: gopher_quality, gopher_repetition, c4, fineweb and more: prepare/rules.py
 mask_personal = False             # e-mail and IP addresses give way to stand-ins
 contaminated: tuple[str] = ()     # evaluation files: pages that share 13 words in a row with them
 contaminated_drop = True          # are dropped; False: only counted
@@ -103,8 +103,8 @@ inspect = ""                      # a folder with token shards: show what is in 
 
 DOCS_PER_FILE = 20_000
 # The cleaned pages of an input file depend on all keys but these.
-LATER_KEYS = {"data_dir", "inputs", "corpus", "corpus_modules", "perplexity_percentile", "minhash_threshold", "dedup_scope",
-              "val_fraction", "window_chars", "window_overlap", "shard_tokens", "workers", "explain", "inspect"}
+LATER_KEYS = {"data_dir", "inputs", "corpus", "corpus_modules", "perplexity_percentile", "minhash_threshold",
+              "dedup_scope", "val_fraction", "window_chars", "window_overlap", "shard_tokens", "workers", "explain", "inspect"}
 FILE_KEYS = ("block_list", "language_model", "contaminated", "perplexity_text")     # their files' content counts
 OURS = {".lock", "audit.json", "audit.html", "work", "docs", "tokens", "tokenizer", "chat"}     # in data_dir
 LATER = ("surprising", "exact_duplicate", "near_duplicate", "repeated_paragraphs")
@@ -159,7 +159,8 @@ def clean_inputs(paths, config, work, ranks):
     cleaned = sum(count for _, count in everyone)
     ranks.say(f"input files: {cleaned} cleaned, {len(paths) - cleaned} cleaned before and unchanged")
     if ranks.rank == 0:
-        remove_others(work, "[0-9a-f]" * 16 + ".*", {target.name + end for target in targets.values() for end in CLEANED})
+        current = {target.name + end for target in targets.values() for end in CLEANED}
+        remove_others(work, "[0-9a-f]" * 16 + ".*", current)
     return [(targets[path], read_json(targets[path].with_suffix(".json"))) for path in paths]
 
 
@@ -184,19 +185,22 @@ def shared_buckets(rows, config, ranks, folder):
                 np.save(file, column)
                 publish(file, folder / f"band_{band}.npy")
         ranks.gather()
-        mine = {band: np.load(folder / f"band_{band}.npy") for band in range(config.minhash_bands if ranks.rank == 0 else 0)}
-    return np.stack([mine[band] for band in sorted(mine)], axis=1) if mine else None
+        if ranks.rank:
+            return None
+        mine = {band: np.load(folder / f"band_{band}.npy") for band in range(config.minhash_bands)}
+    return np.stack([mine[band] for band in sorted(mine)], axis=1)
 
 
 def deduplicate(done, groups, config, ranks, work):
     """What becomes of all documents, in order: surprising ones go, exact copies, near-duplicates, then paragraphs.
 
     groups: a number for each cleaned file; only those of one number are compared.
-    -> places, float array; kept, a bool array; why, for each dropped one (reason, detail, representative); again, for each
-    document a bool array that is True at the paragraphs to be left out. None on other ranks than 0. See prepare/dedup.py.
+    -> places, float array; kept, a bool array; why, for each dropped one (reason, detail, representative); again, for
+    each document a bool array that is True at the paragraphs to be left out. None on other ranks than 0.
     """
     files = [(target, counts, np.uint64(group * int(MIX) % 2 ** 64)) for (target, counts), group in zip(done, groups)]
-    rows = [(read_array(target, ".rows", row_type(settings_of(config)), counts), group) for target, counts, group in files]
+    row = row_type(settings_of(config))
+    rows = [(read_array(target, ".rows", row, counts), group) for target, counts, group in files]
     shared = shared_buckets(rows, config, ranks, work) if config.minhash_threshold > 0 else None
     if ranks.rank:
         return None
@@ -205,7 +209,8 @@ def deduplicate(done, groups, config, ranks, work):
     if config.perplexity_text and config.perplexity_percentile < 100 and len(kept):
         perplexity = column("perplexity")
         kept = perplexity <= np.percentile(perplexity, config.perplexity_percentile)
-        why = {document: ("surprising", f"perplexity={perplexity[document]:.3f}", -1) for document in np.flatnonzero(~kept)}
+        why = {document: ("surprising", f"perplexity={perplexity[document]:.3f}", -1)
+               for document in np.flatnonzero(~kept)}
     rest = np.flatnonzero(kept)
     keys = np.concatenate([part["hash"] ^ group for part, group in rows])[rest]
     order = np.lexsort((keys[:, 1], keys[:, 0]))                    # stable: of equal ones the earliest comes first
@@ -231,7 +236,8 @@ def deduplicate(done, groups, config, ranks, work):
         for document in np.flatnonzero(chosen != np.arange(len(rest))):
             kept[rest[document]] = False
             why[rest[document]] = ("near_duplicate", f"resemblance={resemblance[document]:.3f}", rest[chosen[document]])
-    paragraphs = np.concatenate([read_array(target, ".paragraphs", "<u8", counts).reshape(-1, 2) for target, counts, _ in files])
+    paragraphs = np.concatenate([read_array(target, ".paragraphs", "<u8", counts).reshape(-1, 2)
+                                 for target, counts, _ in files])
     groups = np.repeat([group for *_, group in files], [part["paragraphs"].sum() for part, _ in rows])
     paragraphs[:, 0] ^= np.where(paragraphs[:, 0] > 0, groups, 0).astype(np.uint64)          # 0: too short to count
     again, lengths = repeated(paragraphs, column("paragraphs"), kept, config.min_chars)
@@ -293,8 +299,8 @@ def write_documents(done, decided, config, folder, audit):
 # Token shards
 
 def windows_of(text, size, overlap):
-    """The text in windows of at most `size` characters, cut behind white space where there is some in the second half of
-    one; each begins `overlap` characters or a little less before the end of the last one. size 0: the text."""
+    """The text in windows of at most `size` characters, cut behind white space where there is some in the second half
+    of one; each begins `overlap` characters or a little less before the end of the last one. size 0: the text."""
     start = 0
     while size and len(text) - start > size:
         cut = re.search(r"\s\S*\Z", text[start + size // 2:start + size])
@@ -306,8 +312,8 @@ def windows_of(text, size, overlap):
 
 
 def write_tokens(config, tokenizer, key, audit):
-    """docs/ -> tokens/: every document as BOS text EOS (text EOS without a BOS), windows of one document between the two.
-    index.json comes last and makes the shards valid."""
+    """docs/ -> tokens/: every document as BOS text EOS (text EOS without a BOS), windows of one document between the
+    two. index.json comes last and makes the shards valid."""
     folder = Path(config.data_dir) / "tokens"
     if tokenizer.eos_id is None:
         refuse(f"the tokenizer in {folder.parent / 'tokenizer'} has no EOS token, but documents are stored as "
@@ -332,7 +338,8 @@ def write_tokens(config, tokenizer, key, audit):
         print(f"tokens/{split}: {entry['n_tokens']:,} tokens of {entry['n_docs']:,} documents", flush=True)
     told.close()
     if config.window_chars:
-        print(f"windows of {config.window_chars} characters: {text_bytes / max(1, read) - 1:.1%} of the text is there twice")
+        print(f"windows of {config.window_chars} characters: {text_bytes / max(1, read) - 1:.1%} of the text is there "
+              "twice")
     write_index(folder, tokenizer, splits, key=key, config_hash=config.hash, source_hash=audit["source_hash"])
     return read_json(folder / "index.json")
 
@@ -347,8 +354,8 @@ def token_files(index):
 # The flow
 
 def check(config):
-    """{input file: number of the pattern that matched it}, sorted; refuses patterns that match nothing and settings that
-    make no sense, all at once."""
+    """{input file: number of the pattern that matched it}, sorted; refuses patterns that match nothing and settings
+    that make no sense, all at once."""
     problems = [f"rules: there is no rule set {name!r}; there are {', '.join(RULES)}" for name in config.rules
                 if name not in RULES]
     if config.corpus not in ("", "pydoc"):
@@ -365,11 +372,12 @@ def check(config):
     problems += [f"{key} must be {' or '.join(map(repr, values))}, found {getattr(config, key)!r}"
                  for key, values in (("val_by", ("page", "domain")), ("dedup_scope", ("all", "input")))
                  if getattr(config, key) not in values]
-    problems += [f"--{key}: {name} cannot be read" for key in FILE_KEYS for name in np.atleast_1d(getattr(config, key)).tolist()
-                 if name and not os.access(name, os.R_OK)]
+    problems += [f"--{key}: {name} cannot be read" for key in FILE_KEYS
+                 for name in np.atleast_1d(getattr(config, key)).tolist() if name and not os.access(name, os.R_OK)]
     if config.language_model and (config.language_threshold or 0) > 0.95:
-        problems.append(f"language_threshold {config.language_threshold} is for py3langid, whose probabilities lie near 1. Of real "
-                        "English pages fastText gives 0.6 to 0.96, so above 0.95 nothing would be left; FineWeb takes 0.65")
+        problems.append(f"language_threshold {config.language_threshold} is for py3langid, whose probabilities lie near "
+                        "1. Of real English pages fastText gives 0.6 to 0.96, so above 0.95 nothing would be left; "
+                        "FineWeb takes 0.65")
     if config.language_model and not importlib.util.find_spec("fasttext"):
         problems.append("language_model needs fastText: pip install fasttext-predict")
     if config.perplexity_percentile < 100 and not config.perplexity_text:
@@ -409,8 +417,8 @@ def report(audit):
     read = {name: sum(item["bytes"].get(name, 0) for item in audit["inputs"]) for name in
             ("bytes_read", "bytes_pages", "bytes_heads", "bytes_other")}
     skipped = sum(item["losses"].get("skipped_bytes", 0) for item in audit["inputs"])
-    print("{bytes_read:,} bytes unpacked = {bytes_pages:,} of pages + {bytes_heads:,} of headers + {bytes_other:,} of other "
-          "records".format(**read) + f" + {skipped:,} lost")
+    print("{bytes_read:,} bytes unpacked = {bytes_pages:,} of pages + {bytes_heads:,} of headers + {bytes_other:,} of "
+          "other records".format(**read) + f" + {skipped:,} lost")
     print("", *waterfall(audit), "", sep="\n")
     for entry in audit["documents"]:
         print(f"{entry['file']}: {entry['documents']:,} documents, {entry['bytes']:,} bytes of text", flush=True)
@@ -478,8 +486,8 @@ def prepare(config, root, paths, ranks):
         if config.minhash_threshold > 0:
             curve = [f"{share}: {candidate_probability(share, config.minhash_bands, config.minhash_rows):.3f}"
                      for share in (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)]
-            ranks.say(f"{config.minhash_bands} bands of {config.minhash_rows}: pairs of this resemblance are compared with "
-                      f"probability  {'  '.join(curve)}; duplicates from {config.minhash_threshold} on")
+            ranks.say(f"{config.minhash_bands} bands of {config.minhash_rows}: pairs of this resemblance are compared with"
+                      f" probability  {'  '.join(curve)}; duplicates from {config.minhash_threshold} on")
         decided = deduplicate(done, groups, config, ranks, root / "work")
     if ranks.rank:
         return                                       # the rest is in one piece
@@ -494,7 +502,8 @@ def prepare(config, root, paths, ranks):
         documents = write_documents(done, decided, config, root / "docs", counts)
         audit = {"key": key, "source_hash": source_hash, "settings": settings,
                  "inputs": [{"file": shown_name(path), "part": target.name, **{name: part[name] for name in (
-                     "documents", "whole", "losses", "bytes", "quarantined")}} for path, (target, part) in zip(paths, done)],
+                     "documents", "whole", "losses", "bytes", "quarantined")}}
+                     for path, (target, part) in zip(paths, done)],
                  **finished(counts), "documents": documents}
         if config.perplexity_text:
             audit["perplexity_model"] = next((part["perplexity_model"] for _, part in done), None)

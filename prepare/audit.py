@@ -23,8 +23,9 @@ COUNTS = ("documents_in", "documents_out", "bytes_in", "bytes_out", "bytes_trimm
 # histogram's bins). The thresholds in use are added to the edges, so that a bin lies on one side of them.
 HISTOGRAMS = {
     "replacement_share": (("max_replacement",), [n / 1000 for n in range(0, 51)]),
-    "characters": (("min_chars", "max_chars"), sorted({m * 10 ** e for e in range(7) for m in (1, 1.5, 2, 3, 4, 5, 7)})),
-    "language_score": (("language_threshold",), [*(n / 50 for n in range(48)), .95, .96, .97, .98, .985, .99, .995, .999, 1]),
+    "characters": (("min_chars", "max_chars"), [m * 10 ** e for e in range(7) for m in (1, 1.5, 2, 3, 4, 5, 7)]),
+    "language_score": (("language_threshold",),
+                       [*(n / 50 for n in range(48)), .95, .96, .97, .98, .985, .99, .995, .999, 1]),
     "entropy": (("min_entropy",), [n / 10 for n in range(0, 81)]),
     "ascii_share": (("min_ascii",), [n / 50 for n in range(51)]),
     "perplexity": ((), [round(1.1 ** n, 2) for n in range(75)]),
@@ -43,7 +44,7 @@ def empty_audit(names, settings):
     return {
         "filters": {name: {**dict.fromkeys(COUNTS, 0), "reasons": {}} for name in names},
         "notes": {},                                              # what was mended in pages that were kept
-        "languages": {}, "domains": {},                           # of pages that have been told; of documents at the end
+        "languages": {}, "domains": {},                           # of pages as far as it was asked; of documents
         "histograms": {name: {"threshold": {key: settings[key] for key in HISTOGRAMS[name][0]}, "edges": edges[name],
                               "counts": [0] * len(edges[name])} for name in HISTOGRAMS},
     }
@@ -117,7 +118,8 @@ def finished(audit):
     for reasons in [audit["notes"], *(stage["reasons"] for stage in audit["filters"].values())]:
         for counts in reasons.values():
             counts["hosts"] = most_frequent(counts["hosts"])
-    return audit | {"domains": most_frequent(audit["domains"]), "histograms": {name: told for name, told in audit["histograms"].items() if any(told["counts"])}}
+    measured = {name: told for name, told in audit["histograms"].items() if any(told["counts"])}
+    return audit | {"domains": most_frequent(audit["domains"]), "histograms": measured}
 
 
 def most_frequent(counts):
@@ -128,8 +130,8 @@ def most_frequent(counts):
 
 
 def other_thresholds(histogram):
-    """For each threshold of a histogram: (key, [(another value, how many more pages would pass it)]), exact at the edges.
-    More pages that pass it: a later filter may still drop them."""
+    """For each threshold of a histogram: (key, [(another value, how many more pages would pass it)]), exact. A later
+    filter may still drop them."""
     edges, counts = histogram["edges"], histogram["counts"]
     for key, limit in histogram["threshold"].items():
         passed = lambda value: sum(count for edge, count in zip(edges, counts)

@@ -141,10 +141,11 @@ def clean_file(path, target, settings, skip=(), slot=None, beat=lambda: None):
     files = {file.path.removeprefix(str(target)): file.close() for file in (rows, words, paragraphs)}
     sizes = {name: losses.pop(name) for name in sorted(losses) if name.startswith("bytes_")}
     # Whole: nothing of the file was lost on the way. A truncated file is never reported as clean.
-    write_json(f"{target}.json", {"documents": entry["documents"], "losses": dict(sorted(losses.items())), "bytes": sizes,
-                                  "whole": losses.keys() <= HARMLESS and not quarantined, "quarantined": quarantined,
-                                  "files": files, "audit": audit, "perplexity_model": settings["perplexity_text"] and
-                                  model_of(settings["perplexity_text"]).hash})
+    clean_text = settings["perplexity_text"]
+    write_json(f"{target}.json", {
+        "documents": entry["documents"], "losses": dict(sorted(losses.items())), "bytes": sizes,
+        "whole": losses.keys() <= HARMLESS and not quarantined, "quarantined": quarantined, "files": files,
+        "audit": audit, "perplexity_model": model_of(clean_text).hash if clean_text else ""})
 
 
 def passes(page, steps, settings, audit):

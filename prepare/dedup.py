@@ -52,7 +52,7 @@ def word_hash(word):
 
 def chained(ids, n):
     """Hashes of all runs of n of the (m,) uint64 `ids`: (m - n + 1,) uint64, none where there are fewer."""
-    mixed = np.full(max(0, len(ids) - n + 1), n, dtype=np.uint64)     # so that "a b" is not the beginning of "a b c d e"
+    mixed = np.full(max(0, len(ids) - n + 1), n, dtype=np.uint64)     # n: "a b" is not the beginning of "a b c d e"
     for offset in range(n):
         mixed = (mixed ^ ids[offset:offset + len(mixed)]) * MIX
         mixed ^= mixed >> np.uint64(29)
@@ -144,8 +144,8 @@ DOUBT = 0.15        # how far the sketch may be off: over four standard deviatio
 def representatives(shared, sketches, sizes, shingles_of, threshold):
     """(representative, resemblance) of every document, in order: itself and 1.0 if it is kept.
 
-    shared (documents, bands): `buckets` of each band; sketches (documents, n) uint8; sizes (documents,): of their sets of
-    shingles, which shingles_of(document) gives. One pass in document order. A document is compared with the kept ones
+    shared (documents, bands): `buckets` of each band; sketches (documents, n) uint8; sizes (documents,): of their sets
+    of shingles, which shingles_of(document) gives. One pass in document order. A document is compared with the kept ones
     that share a bucket with it, and becomes a kept one itself if it resembles none of them enough. The first of every
     cluster is therefore always kept, and what is dropped resembles a document that is there.
 

@@ -109,8 +109,8 @@ def entropy(page, settings):
 
 
 # Languages written in Latin letters: only of them a share of ASCII can be expected.
-LATIN = set("""af an az br bs ca cs cy da de en eo es et eu fi fo fr fy ga gd gl hr ht hu id is it jv la lb lt lv mg ms mt nb nl
-    nn no oc pl pt qu ro rw se sk sl sq sr sv sw tl tr uz vi vo wa xh zu""".split())
+LATIN = set("""af an az br bs ca cs cy da de en eo es et eu fi fo fr fy ga gd gl hr ht hu id is it jv la lb lt lv mg ms mt
+    nb nl nn no oc pl pt qu ro rw se sk sl sq sr sv sw tl tr uz vi vo wa xh zu""".split())
 
 
 def ascii_share(page, settings):
@@ -198,7 +198,8 @@ TABLE = (
     ("extracted", extracted, ("main_content",), "resiliparse, as in DCLM and dolma"),
     ("normalised", normalised, ("keep_indentation",), "Unicode NFC"),
     ("length", length, ("min_chars", "max_chars"), "CCNet takes 300 at least, C4 190,000 at most"),
-    ("language", language, ("languages", "language_threshold"), "C4: 0.99 for a naive-Bayes detector; FineWeb: 0.65 for fastText"),
+    ("language", language, ("languages", "language_threshold"),
+     "C4: 0.99 for a naive-Bayes detector; FineWeb: 0.65 for fastText"),
     ("entropy", entropy, ("min_entropy",), "English has 4.2 to 5.1, \"lorem ipsum\" over and over 3.5"),
     ("ascii_share", ascii_share, ("min_ascii",), "a guard against what only claims to be such a language"),
     *((name, rule, ("rules",), rule.__doc__.split("\n")[0]) for name, rule in RULES.items()),

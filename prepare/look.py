@@ -45,7 +45,7 @@ def explain(config, paths, settings):
 
 def explain_page(page, settings):
     """Whether all filters let it pass."""
-    keys = {name: [key for key in keys if key not in ("rules", "contaminated", "languages")] for name, _, keys, _ in TABLE}
+    keys = {name: [key for key in keys if key.startswith(("min_", "max_", "language_"))] for name, _, keys, _ in TABLE}
     page["measures"], page["notes"], dropped = {}, [], None
     for name, step in steps_of(settings):
         if dropped and name not in NO_TEXT and not page.get("text"):
@@ -72,7 +72,7 @@ def explain_later(config, page):
     audit = read_json(root / "audit.json", {})
     parts = [root / "work" / f"{item['part']}.jsonl.zst" for item in audit.get("inputs", ())]
     if not parts or not all(path.exists() for path in [*parts, root / "work" / "decisions.npz"]):
-        print(f"  {root} has not been finished, or not with these settings: nothing is known of what comes after the filters")
+        print(f"  {root} has not been finished: nothing is known of what comes after the filters")
         return
     urls = [(document["url"], document["id"]) for path in parts for document in read_jsonl_zst(path)]
     with np.load(root / "work" / "decisions.npz") as told:
@@ -82,7 +82,8 @@ def explain_later(config, page):
             detail = f", {told['detail'][number]}" if told["detail"][number] else ""
             print(f"  afterwards dropped: {reason}{like}{detail}" if reason else "  kept")
     for split in ("train", "val"):
-        if any((document["url"], document["id"]) == (page["url"], page["id"]) for document in read_documents(root, split)):
+        names = ((document["url"], document["id"]) for document in read_documents(root, split))
+        if (page["url"], page["id"]) in names:
             print(f"  in the split {split}")
 
 
@@ -101,14 +102,16 @@ def inspect(folder):
         print(f"the tokenizer in {made_with} is another one ({tokenizer.hash}): ids are shown as they are")
         tokenizer = None
     for split, entry in index["splits"].items():
-        print(f"\n{split}: {entry['n_docs']:,} documents, {entry['n_tokens']:,} tokens, {entry.get('text_bytes', 0):,} bytes of text")
+        print(f"\n{split}: {entry['n_docs']:,} documents, {entry['n_tokens']:,} tokens, "
+              f"{entry.get('text_bytes', 0):,} bytes of text")
         for file in entry["files"]:
             print(f"    {file['name']}  {file['tokens']:,} tokens  {file['sha256']}")
         if not entry["n_docs"]:
             continue
         data = TokenData(tokens, split)
         lengths = np.diff(data.offsets.astype(np.int64))
-        print(f"    tokens a document: {lengths.min():,} at least, {int(np.median(lengths)):,} in the middle, {lengths.max():,} at most")
+        print(f"    tokens a document: {lengths.min():,} at least, {int(np.median(lengths)):,} in the middle, "
+              f"{lengths.max():,} at most")
         for number in range(min(SHOWN, data.n_docs)):
             ids = data.read(int(data.offsets[number]), min(int(lengths[number]), 200)).tolist()
             text = printable(tokenizer.decode(ids, skip_special=False)) if tokenizer else ids

@@ -1,4 +1,4 @@
-"""audit.html: the audit as one page that needs nothing else. What it shows of the web is escaped; nothing is fetched."""
+"""audit.html: the audit as one page that needs nothing else. What it shows of the web is escaped."""
 
 import json
 from html import escape
@@ -11,8 +11,10 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:66rem;margin:2rem auto;padding
 h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2.2rem;border-bottom:1px solid #ddd}
 table{border-collapse:collapse;width:100%}td,th{text-align:left;padding:.2rem .6rem .2rem 0;vertical-align:top}
 th{font-weight:600;color:#555}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
-tr+tr td{border-top:1px solid #eee}.bar{display:flex;height:1rem;background:#f3f3f3}.kept{background:#4a90c2}.gone{background:#e3a08f}
-details{margin:.2rem 0}summary{cursor:pointer}.sample{color:#444;font-size:.9rem;margin:.2rem 0 .2rem 1rem;overflow-wrap:anywhere}
+tr+tr td{border-top:1px solid #eee}.bar{display:flex;height:1rem;background:#f3f3f3}
+.kept{background:#4a90c2}.gone{background:#e3a08f}
+details{margin:.2rem 0}summary{cursor:pointer}
+.sample{color:#444;font-size:.9rem;margin:.2rem 0 .2rem 1rem;overflow-wrap:anywhere}
 .url{color:#777}svg{display:block;width:100%;height:120px}svg .in{fill:#4a90c2}svg .out{fill:#e3a08f}
 .note{color:#666;font-size:.9rem}input[type=range]{width:100%}.two{display:grid;grid-template-columns:1fr 1fr;gap:2rem}
 """
@@ -33,23 +35,24 @@ def page_of(audit):
     """The HTML text."""
     first, *_, last = audit["filters"].values()
     read, kept = first["documents_in"], last["documents_out"]
+    size = sum(item["bytes"].get("bytes_file", 0) for item in audit["inputs"])
     parts = [
         f"<h1>{kept:,} documents of {read:,} pages</h1>",
-        f"<p>{last['bytes_out']:,} bytes of text from {sum(item['bytes'].get('bytes_file', 0) for item in audit['inputs']):,} "
-        f"bytes in {len(audit['inputs']):,} files.</p>",
+        f"<p>{last['bytes_out']:,} bytes of text from {size:,} bytes in {len(audit['inputs']):,} files.</p>",
         "<h2>What became of them</h2>", _waterfall(audit),
-        "<h2>Why</h2><p class=note>The samples of a reason are always the same ones: those whose URLs have the smallest hashes."
-        "</p>", _reasons(audit),
-        "<h2>Scores</h2><p class=note>Blue passes, red does not. Move a threshold to see how many pages more or fewer would pass "
-        "it; what comes after it may still drop them.</p>", *(_histogram(name, told) for name, told in
-                                                               audit["histograms"].items()),
+        "<h2>Why</h2><p class=note>The samples of a reason are always the same: those whose URLs have the smallest "
+        "hashes.</p>", _reasons(audit),
+        "<h2>Scores</h2><p class=note>Blue passes, red does not. Move a threshold to see how many pages more or fewer "
+        "would pass it; what comes after it may still drop them.</p>",
+        *(_histogram(name, told) for name, told in audit["histograms"].items()),
         "<div class=two><div><h2>Languages</h2>", _counts("pages", audit["languages"]), "</div><div><h2>Domains</h2>",
         _counts("documents kept", audit["domains"]), "</div></div>",
         "<h2>What was mended in pages that stayed</h2>",
         _counts("pages", {name: note["documents"] for name, note in audit["notes"].items()}),
         "<h2>Files read</h2>", _inputs(audit)]
     return (f"<!DOCTYPE html>\n<html lang=en><head><meta charset=utf-8><title>Audit: {kept:,} of {read:,}</title>"
-            f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(parts) + f"\n<script>{SCRIPT}</script></body></html>\n")
+            f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(parts)
+            + f"\n<script>{SCRIPT}</script></body></html>\n")
 
 
 def _waterfall(audit):
@@ -72,8 +75,9 @@ def _reasons(audit):
     parts = []
     for documents, name, reason, counts in sorted(rows, key=lambda row: (-row[0], row[2])):
         hosts = ", ".join(f"{escape(host)} {count:,}" for host, count in list(counts["hosts"].items())[:5])
-        samples = "".join(f"<div class=sample><span class=url>{escape(example['url'])}</span> {escape(example['detail'])}<br>"
-                          f"{escape(example['start'])}</div>" for example in counts["examples"])
+        samples = "".join(f"<div class=sample><span class=url>{escape(example['url'])}</span> "
+                          f"{escape(example['detail'])}<br>{escape(example['start'])}</div>"
+                          for example in counts["examples"])
         parts.append(f"<details><summary><b>{escape(reason)}</b> {documents:,} pages, {counts['bytes']:,} bytes, by "
                      f"<i>{escape(name)}</i></summary><div class=sample>{hosts}</div>{samples}</details>")
     return "".join(parts) or "<p>Nothing was dropped.</p>"
@@ -85,10 +89,11 @@ def _histogram(name, told):
     most, width = max(counts), 1000 / len(counts)
     inside = lambda edge: all(edge < limit if key.startswith("max") else edge >= limit for key, limit in limits.items())
     bars = "".join(f"<rect class={'in' if inside(edge) else 'out'} x={number * width:.1f} width={width * .9:.1f} "
-                   f"y={110 - 100 * count / most:.1f} height={100 * count / most:.1f}><title>from {edge:g}: {count:,}</title></rect>"
+                   f"y={110 - 100 * count / most:.1f} height={100 * count / most:.1f}><title>from {edge:g}: {count:,}"
+                   "</title></rect>"
                    for number, (edge, count) in enumerate(zip(edges, counts)))
-    lines = "".join(f"<line x1={edges.index(limit) * width:.1f} x2={edges.index(limit) * width:.1f} y1=0 y2=115 stroke=#b33 "
-                    "stroke-width=2 />" for limit in limits.values())
+    lines = "".join(f"<line x1={edges.index(limit) * width:.1f} x2={edges.index(limit) * width:.1f} y1=0 y2=115 "
+                    "stroke=#b33 stroke-width=2 />" for limit in limits.values())
     sliders = "".join(
         f"<div data-other='{escape(json.dumps(other), quote=True)}'>{escape(key)} = {limits[key]:g}; <output></output>"
         f"<input type=range min=0 max={len(other) - 1} value={edges.index(limits[key])}></div>"
@@ -110,5 +115,5 @@ def _inputs(audit):
         left_out = "".join(f"<br>left out, since it killed its process: {escape(page)}" for page in item["quarantined"])
         rows.append(f"<tr><td>{escape(item['file'])}<td class=n>{item['bytes'].get('bytes_file', 0):,}<td class=n>"
                     f"{item['documents']:,}<td>{'' if item['whole'] else 'not whole: '}{escape(lost)}{left_out}")
-    return ("<table><tr><th>file<th class=n>bytes<th class=n>documents that passed<th>what else was in it" + "".join(rows)
-            + "</table>")
+    return ("<table><tr><th>file<th class=n>bytes<th class=n>documents that passed<th>what else was in it"
+            + "".join(rows) + "</table>")

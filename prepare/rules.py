@@ -1,5 +1,5 @@
-"""Rule sets for prose, each off unless the config names it in `rules`, and their variants: readers of one paper have made
-different constants of it, and which one a corpus was made with decides what is in it."""
+"""Rule sets for prose, each off unless the config names it in `rules`, and their variants: readers of one paper have
+made different constants of it, and which one a corpus was made with decides what is in it."""
 
 import functools
 import re
@@ -136,7 +136,7 @@ def variant(rule, source, **constants):
 
 RULES = {
     "gopher_quality": gopher_quality,
-    "gopher_quality_dolma": variant(gopher_quality, "the same as dolma reads it: median length of words, bullets - and *",
+    "gopher_quality_dolma": variant(gopher_quality, "the same as dolma reads it: median length of words, bullets - *",
                                     average=np.median, bullets=("*", "-")),
     "gopher_repetition": gopher_repetition,
     "c4": c4,
@@ -144,5 +144,6 @@ RULES = {
                             line_words=3, sentences=5, ends=(".", "?", "!", '"', "'")),
     "c4_lines_without_end": variant(c4, "the same without the rule for how lines end, as FineWeb was made", ends=()),
     "fineweb": fineweb,
-    "fineweb_code": variant(fineweb, "the same with 0.01 for repeated lines, as FineWeb's code has it", repeated_lines=0.01),
+    "fineweb_code": variant(fineweb, "the same with 0.01 for repeated lines, as FineWeb's code has it",
+                            repeated_lines=0.01),
 }

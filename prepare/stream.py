@@ -29,8 +29,8 @@ PIECE = 1 << 20                            # most bytes that one call of the gzi
 def chunks(path, losses, max_decompressed, position=lambda at: None):
     """Yield the decompressed bytes of the file at `path` in pieces; stops, and counts it, after `max_decompressed`.
 
-    losses (a Counter) gains: truncated, bad_gzip, bad_zstd, over_cap; bytes_file, and of those bytes_damaged, which were
-    passed over. position(bytes) is told how far the file has been read. Raises OSError.
+    losses (a Counter) gains: truncated, bad_gzip, bad_zstd, over_cap; bytes_file, and of those bytes_damaged, which
+    were passed over. position(bytes) is told how far the file has been read. Raises OSError.
     """
     left = max_decompressed
     with open(path, "rb") as file:

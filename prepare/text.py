@@ -143,8 +143,8 @@ def fasttext(path):
 
 
 def language_of(text, model=""):
-    """(language code, probability) of a window of the text: by py3langid, naive Bayes, for which "zxx" means no language
-    at all; or by fastText's model in the file `model`. Their probabilities are not alike: fastText's are far lower."""
+    """(language code, probability) of a window of the text: by py3langid, naive Bayes, for which "zxx" means no
+    language at all; or by fastText's model in the file `model`. Their probabilities are not alike: fastText's are far lower."""
     window = language_window(text)
     if not model:
         language, probability = identifier().classify(window)

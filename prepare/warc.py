@@ -78,7 +78,7 @@ def read_pages(path, losses, max_decompressed=1 << 40, position=lambda at: None)
     window = Window(chunks(path, losses, max_decompressed, position))
     start = window.peek(LINE_LIMIT)
     if not start:
-        if not losses.keys() - {"bytes_file", "bytes_damaged"}:     # unless something was there that could not be unpacked
+        if not losses.keys() - {"bytes_file", "bytes_damaged"}:     # unless it was something that cannot be unpacked
             losses["empty_file"] = 1
         return
     kind = kind_of(start, Path(path).name)

@@ -135,8 +135,8 @@ def _died(worker, what, deaths, skip):
     deaths[target, page] += 1
     last = deaths[target, page] >= DEATHS
     if last and (page < 0 or page in skip[target]):
-        refuse(f"the process that reads {path} dies again and again behind page {page}. Leave the file out of --inputs, or run "
-               "with --workers=0 to see why.")
+        refuse(f"the process that reads {path} dies again and again behind page {page}. Leave the file out of --inputs, "
+               "or run with --workers=0 to see why.")
     print(f"a process {what} at page {page} of {shown_name(path)}: "
           f"{'this page is left out' if last else 'its file is begun anew'}", flush=True)
     if last:

@@ -286,8 +286,9 @@ def test_documents_for_such_a_model_and_its_training(kind, own, tmp_path):
     tokenizer = Tokenizer.load(base)
     hf.save_model(base, small_llama(vocab_size=704), tokenizer)
     write_documents(data, TOPICS[:3], TOPICS[3:4])
-    audit = {"documents": [{"split": "train", "documents": 3}, {"split": "val", "documents": 1}], "source_hash": "-"}
-    prepare_data.write_tokens(SimpleNamespace(data_dir=data, shard_tokens=10**6, hash="-", workers=1), tokenizer, "-", audit)
+    audit = {"documents": [{"split": "train", "bytes": 3}, {"split": "val", "bytes": 1}], "source_hash": "-"}
+    config = SimpleNamespace(data_dir=data, shard_tokens=10**6, hash="-", workers=1, window_chars=0, window_overlap=0)
+    prepare_data.write_tokens(config, tokenizer, "-", audit)
     stored, bos = TokenData(data / "tokens", "train", tokenizer.hash), [1] if kind == "model" else []
     assert stored.read(0, int(stored.offsets[1])).tolist() == [*bos, *tokenizer.encode(TOPICS[0]), tokenizer.eos_id]
     train_script.main(configure(vars(train_script), [
