@@ -52,7 +52,7 @@ RESULT_FREE = [
     "parallel", "zero", "hsdp", "tp", "pp", "cpu_offload",                        # how the processes divide the work
     "recompute",             # memory against time, the same bits
     "micro_batch_size", "loss_chunk",      # the loss is a sum over the global batch, so any split of it has the same gradient
-    "max_bad_steps", "timeout",            # when to give up, and on whom
+    "max_bad_steps", "timeout", "hang_timeout", "leave_within",    # when to give up, and on whom
     "log_blocks", "peak_flops", "profile", "watch_stats",                         # gauges
 ]
 

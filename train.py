@@ -40,11 +40,12 @@ from engine.loss import model_losses
 from engine.monitor import Monitor, read_log
 from engine.optim import LossScale, clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
 from engine.parallel import bare, data_sum, divide, finish, from_main, keep_memory, my_share, refuse_once, start
+from engine.preflight import refuse_other_batch
 from engine.run import end_step, on_main, open_run, refuse_missing
 from engine.samples import log_sample, open_samples
 from engine.shards import batch, begins_of
 from engine.tokenizer import Tokenizer, find_tokenizer
-from engine.watch import Watch, watch_problems
+from engine.watch import LAST_PHASE, Watch, watch_problems
 from model import Llama, ModelConfig
 
 # data and folders
@@ -110,6 +111,8 @@ rollback_window = 16            # steps of data that are left out after a roll-b
 rollback_lr = 0.8               # what the learning rate is multiplied by in a roll-back
 max_rollbacks = 3               # then the run ends
 timeout = 60.0                  # seconds after which a process that gives no sign of life ends the run
+hang_timeout = 600.0            # the same for one that lives and does not come; also the patience at the start
+leave_within = 30.0             # seconds from SIGTERM or SIGUSR1 to the end of a step: then it saves and leaves, else it only leaves
 log_blocks = False              # the update-to-weight ratio of each block as well
 peak_flops = 0.0                # FLOP/s of one device, for the MFU; 0: from the table in engine/gauges.py
 profile = ""                    # STEP:COUNT: a trace of so many steps from that one on, in out_dir/pretrain/profile
@@ -325,9 +328,9 @@ def evaluate_all(model, val, config, tokenizer, byte_counts, setup):
 
 
 def main(config):
-    setup = start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
+    setup = start(config.device, config.dtype, config.deterministic, config.threads, config.seed, config.hang_timeout)
     keep_memory(setup)
-    with Alive(setup, config.timeout) as alive:
+    with Alive(setup, config.timeout, config.hang_timeout, config.leave_within) as alive:
         pretrain(config, setup, alive)
 
 
@@ -338,7 +341,9 @@ def pretrain(config, setup, alive):
     shape = shape_of(config, tokenizer, source)
     layout = check(config, shape, tokenizer, train, setup)
     per_step, setup = config.batch_tokens // config.block_size, join(setup, layout)
-    run, lock = open_run(config, "pretrain", setup, data=f"{train.data_hash[:16]} {tokenizer.hash[:16]}")
+    with torch.device("meta"):
+        n_params = Llama(shape).n_params()          # of all stages
+    run, lock = open_run(config, "pretrain", setup, n_params, data=f"{train.data_hash[:16]} {tokenizer.hash[:16]}")
     if lock is None:
         return
 
@@ -363,8 +368,6 @@ def pretrain(config, setup, alive):
 
     # 4. What it will cost, before it is spent.
     warmup = warmup_length(config.max_steps, config.warmup_steps)
-    with torch.device("meta"):
-        n_params = Llama(shape).n_params()          # of all stages
     flops = flops_per_token(shape, n_params, config.separate_documents)
     gauges = Gauges(run, model, optimizers, flops, config, setup)
     setup.say(f"model       {n_params:,} parameters, {shape.n_layer} layers of {shape.n_embd}, vocabulary {shape.vocab_size:,}\n"
@@ -387,11 +390,14 @@ def pretrain(config, setup, alive):
 
     # 5. The loop.
     model.train()
+    alive.where = watch.where
     while step < config.max_steps:
         watch.step(step + 1)
         began = time.perf_counter()
         numbers, micro_batches = next(batches)
         loaded = time.perf_counter()
+        if step == state["step"]:
+            refuse_other_batch(micro_batches, config.batch_tokens, setup)
         watch.phase("forward and backward")
         rows = []
         scale = scaled.value
@@ -399,6 +405,7 @@ def pretrain(config, setup, alive):
         watch.phase("optimizer")
         norm = clip(model.parameters(), config.grad_clip, setup, scale)
         loss, norm, leaving = ladder.agree(total[0], norm, alive.asked, setup)       # the same on every rank
+        alive.agreed = leaving
         if overflow := scaled.overflowed(loss, norm):                                # fp16 only: no fault of the step's
             wrong, deed = f"a gradient overflows at a loss scale of {scale:g}, halved", "skip"
         else:
@@ -419,7 +426,8 @@ def pretrain(config, setup, alive):
             in_a_row, recent = (in_a_row + 1, recent) if deed else (0, [*recent, norm][-config.spike_window:])
         done, tokens = step + 1, tokens + config.batch_tokens
         last, seconds = done == config.max_steps, time.perf_counter() - began
-        watch.phase("log, evaluate, save")
+        gauges.step_done(loaded - began)
+        watch.phase(LAST_PHASE)
 
         record, line = {}, ""
         if deed:

@@ -156,6 +156,18 @@ def all_reduce_slower(records):
                 f"{span(last)}. Look at the links, and for a rank whose machine does something else")
 
 
+def straggler(records):
+    """In each of the last 5 records the same rank was the slowest, by half of what the rank in the middle takes, and by a
+    tenth of the step's time: so long the others wait for it."""
+    last = [record for record in records if "slowest" in record][-5:]
+    late = lambda r: r["slowest_seconds"] - r["rank_seconds"]
+    if (len(last) == 5 and len({record["slowest"] for record in last}) == 1
+            and all(late(r) > max(0.5 * r["rank_seconds"], 0.1 * r["step_seconds"]) for r in last)):
+        own, usual = series(last, "slowest_seconds"), series(last, "rank_seconds")
+        return (f"straggler: {last[0]['slowest']} takes {middle(own):.3f} s for its own part of a step, the rank in the middle "
+                f"{middle(usual):.3f} s ({span(own)}). Does its machine do something else, run hot, or wait for its disk?")
+
+
 OF_THE_LOSS = (loss_spike, loss_not_smooth, eos_loss_flat)
 OF_THE_MACHINE = (tokens_per_second_fall, process_memory_rises, gpu_memory_rises, data_wait, disk_full_soon,
-                  all_reduce_slower)
+                  all_reduce_slower, straggler)

@@ -8,8 +8,10 @@ import contextlib
 import os
 import re
 import shutil
+import socket
 import statistics
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -74,9 +76,40 @@ class Gauges:
         self.peak = config.peak_flops or peak_of(setup.device, setup.dtype)
         self.nvml = _nvml(setup.device) if setup.is_main else None
         self.counted, self.when = _counters(self.nvml), time.perf_counter()
+        self.own, self.marks = [], []        # seconds of this rank's own; when they begin and end
+        trunk = parallel.bare(model).model
+        trunk.register_forward_pre_hook(partial(self._mark, False))
+        trunk.register_forward_hook(partial(self._mark, True))
         known = f"{self.peak:.4g} FLOP/s" if self.peak else "unknown; --peak_flops names it"
         self.formula = (f"mfu         {flops:.3e} FLOPs a token (6 N + 12 L H D S, engine/gauges.py) x tokens/s / "
                         f"{setup.world} devices / the peak of one, {known}")
+
+    def _mark(self, after, *_):
+        """The trunk begins a forward pass (of the step's micro-batches the first is kept), or has ended one (the last)."""
+        if torch.is_grad_enabled():                                  # evaluation is no part of it
+            self.marks = [*self.marks[:1], _now(self.setup.device)] if after else self.marks or [_now(self.setup.device)]
+
+    def step_done(self, waited):
+        """Keeps how long this rank took for its own part of the step: `waited` for data, and computing from its first
+        forward pass to the end of its last. Around that are collectives, in which the fast ranks wait for the slow."""
+        first, last = self.marks
+        if self.setup.device.type == "cuda":
+            last.synchronize()
+            waited += first.elapsed_time(last) / 1000
+        else:
+            waited += last - first
+        self.own.append(waited)
+        self.marks = []
+
+    def pace(self):
+        """The mean of these over the steps since the last reading, of the rank in the middle and of the slowest."""
+        if self.setup.world == 1:
+            return {}
+        mine, self.own = statistics.fmean(self.own), []
+        seconds, hosts = zip(*parallel.from_all((mine, socket.gethostname()), self.setup))
+        slowest = seconds.index(max(seconds))
+        return {"rank_seconds": statistics.median_low(seconds), "slowest_seconds": seconds[slowest],
+                "slowest": f"rank {slowest} on {hosts[slowest]}"}
 
     def before_step(self):
         """Keeps what the weights are, until `read`. On logged steps only: it takes the memory of the weights once more,
@@ -110,7 +143,7 @@ class Gauges:
         ranks. Waiting and memory are the largest of any rank. All ranks must call it."""
         self.readings += 1
         speed = tokens / seconds
-        record = {"tokens_per_second": speed, "step_seconds": seconds, **self.update_ratios(), **self.all_reduce(),
+        record = {"tokens_per_second": speed, "step_seconds": seconds, **self.update_ratios(), **self.all_reduce(), **self.pace(),
                   "mfu": self.flops * speed / self.setup.world / self.peak if self.peak else "unknown"}
         seen = parallel.from_all({"data_seconds": waited, **memory(self.setup.device)}, self.setup)
         record.update({name: max(each.get(name, 0) for each in seen) for name in seen[0]})
@@ -138,17 +171,31 @@ class Gauges:
         if world == 1 or (self.readings - 1) % ALL_REDUCE_EVERY:
             return {}
         buffer = torch.zeros(min(ALL_REDUCE_BYTES // 4, int(self.n_weights * self.stages)), device=device)
-        times = []
-        for _ in range(3):
-            parallel.barrier(self.setup)
-            _wait(device)
-            began = time.perf_counter()
-            dist.all_reduce(buffer)
-            _wait(device)
-            times.append(time.perf_counter() - began)
-        seconds = statistics.median(times)
+        seconds = time_all_reduce(buffer, self.setup)
         return {"all_reduce_seconds": seconds,
                 "all_reduce_bytes_per_second": 2 * (world - 1) / world * 4 * buffer.numel() / seconds}
+
+
+def time_all_reduce(buffer, setup):
+    """Seconds of an all-reduce, the median of three; waiting for late ranks is not in it."""
+    times = []
+    for _ in range(3):
+        parallel.barrier(setup)
+        _wait(setup.device)
+        began = time.perf_counter()
+        dist.all_reduce(buffer)
+        _wait(setup.device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _now(device):
+    """A mark in the work of this rank: a time, or on CUDA an event, since the CPU runs ahead."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _wait(device):

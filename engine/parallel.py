@@ -7,9 +7,11 @@ import contextlib
 import ctypes
 import os
 import shutil
+import socket
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ class Setup:
     device: torch.device
     dtype: torch.dtype          # of the matrix products; weights and optimizer stay in fp32
     threads: int
+    start: str = ""             # name of this start of the ranks, see open_store
     layout: "Layout" = None     # of the ranks, once it is known (layout.join); None: each has data of its own
     mesh: object = None
 
@@ -134,11 +137,12 @@ def divide(config, shape, world):
     return Layout(pp, replicas, dp // replicas, tp, config.zero, config.cpu_offload, plain, micro, n_micro), found
 
 
-def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0):
+def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0, patience=600.0):
     """Chooses device, dtype and threads, joins the other ranks, seeds everything; -> Setup.
 
     device: 'auto', 'cpu' or 'cuda'. dtype: 'auto' (bf16 where the machine multiplies it natively), 'bf16', 'fp16', 'fp32'.
-    deterministic: None = yes on CPU, where it costs about 4 %. threads: 0 = the cores divided by the processes of this machine."""
+    deterministic: None = yes on CPU, where it costs about 4 %. threads: 0 = the cores divided by the processes of this machine.
+    patience: seconds that the ranks wait for each other, at the start and in a collective."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     refuse(*(problem for problem, wrong in {
@@ -164,10 +168,73 @@ def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0):
         torch.use_deterministic_algorithms(True, warn_only=chosen.type != "cpu")
         # It would also fill every new tensor with NaN, to show reads of memory never written: a cost at each step.
         torch.utils.deterministic.fill_uninitialized_memory = False
-    if world > 1:
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    name = connect(rank, world, chosen, patience) if world > 1 else ""
     torch.manual_seed(seed + rank)      # dropout differs between ranks; weights come from (seed, name), so they do not
-    return Setup(rank, local_rank, world, chosen, _dtype(dtype, chosen), threads)
+    return Setup(rank, local_rank, world, chosen, _dtype(dtype, chosen), threads, name)
+
+
+def connect(rank, world, device, patience):
+    """Makes the process group; -> the name of this start. Refuses when the ranks do not find each other in time."""
+    address, port, me = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), socket.gethostname()
+    # The flight recorder: when a collective waits too long each rank writes down what it was in; torchfrtrace reads that.
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    try:
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        name = _name_of_start(rank, world, patience) if restarts else ""
+        # A little longer than engine/alive.py waits, which knows who is missing.
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=open_store("group", name, patience), rank=rank,
+                                world_size=world, timeout=timedelta(seconds=patience + 10))
+        if device.type == "cuda":
+            dist.all_reduce(torch.zeros(1, device=device))          # NCCL connects with the first one
+            torch.cuda.synchronize(device)
+        return name
+    except (RuntimeError, OSError) as error:
+        try:
+            socket.create_connection((address, port), 3).close()
+            found = (f"{address}:{port} answers, so ranks are missing there, or they can not reach each other over the "
+                     "interface that was chosen (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)")
+        except OSError as wrong:
+            found = (f"{address}:{port} can not be reached from here: {wrong.strerror or wrong}. Is that the first machine's "
+                     "name, does it run, with the same port, and is the port open in its firewall?")
+        refuse(f"rank {rank} on {me} did not find the other {world - 1} within {patience:g} seconds: {found} (torch says: "
+               f"{str(error).splitlines()[0]})")
+
+
+def open_store(what, start, patience=600.0):
+    """A connection to the store of the machine where the ranks meet, with keys for `what` in this start only."""
+    ours = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and what == "group" and os.environ["RANK"] == "0"
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=ours, multi_tenant=ours,
+                          wait_for_workers=False, timeout=timedelta(seconds=patience))
+    return dist.PrefixStore(f"{what} {start}", store)
+
+
+def _name_of_start(rank, world, patience):
+    """A name that this start of the ranks has to itself, the same on all of them.
+
+    torchrun --max-restarts starts all ranks again with the same store, where what the ranks before them wrote still stands:
+    gloo then calls dead processes (torch 2.13). No variable tells which start it is; the count of restarts is each
+    machine's own. So rank 0 opens a door and writes its number into the store. That of an earlier start is closed."""
+    store, deadline = open_store("door", "", patience), time.monotonic() + patience
+    if rank == 0:
+        with socket.create_server(("", 0), backlog=world) as door:
+            name = f"{door.getsockname()[1]}-{os.getpid()}"
+            store.set("door", name)
+            for _ in range(world - 1):
+                door.settimeout(max(0.1, deadline - time.monotonic()))
+                with door.accept()[0] as visitor:
+                    visitor.sendall(name.encode())
+        return name
+    while True:
+        name = store.get("door").decode()
+        try:
+            with socket.create_connection((os.environ["MASTER_ADDR"], int(name.split("-")[0])), 10) as visit:
+                if visit.makefile().read() == name:
+                    return name
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
 
 
 def keep_memory(setup):

@@ -1,6 +1,7 @@
 """What every training stage does with its folder: take it, tell if it is new, half done or done, and save into it."""
 import contextlib
 import hashlib
+import os
 import socket
 import time
 from pathlib import Path
@@ -14,18 +15,23 @@ from engine.checkpoint import on_main
 from engine.files import lock_folder, read_json, sha256_file, write_atomic, write_json
 from engine.layout import local
 from engine.parallel import refuse_once
+from engine.preflight import preflight
 
 
-def open_run(config, stage, setup, **made_from):
-    """Takes out_dir/stage for this run; -> (folder, lock), or (folder, None) when the run is finished.
+def open_run(config, stage, setup, n_params=0, **made_from):
+    """Takes out_dir/stage for this run; -> (folder, lock), or (folder, None) when the run is finished. Of one that is not,
+    engine/preflight.py looks at all ranks and machines first; n_params: the model's, for the room on the disk.
 
     made_from: {what: path} of the files and folders that it reads, or a text that stands for their content. The lock
     lives as long as the object does: keep it. Refuses a folder that another process uses, and one that was begun with
     other settings or from other inputs: neither to continue it nor to call it done would be right."""
     folder = Path(config.out_dir) / stage
+    prints = {what: fingerprint(path) for what, path in made_from.items()}
+    if not parallel.from_main((folder / "result.json").exists(), setup):
+        preflight(config, folder, prints, setup, n_params)
     lock = on_main(lambda: lock_folder(folder), setup) or "held by rank 0"
     refuse_other_disk(folder, setup)
-    prints = {what: fingerprint(path) for what, path in made_from.items()}
+    leave_again(folder, setup)
     changed = []
     if (folder / "config.json").exists():
         if "config" not in (before := read_json(folder / "config.json")):
@@ -48,6 +54,22 @@ def open_run(config, stage, setup, **made_from):
     parallel.barrier(setup)             # nobody writes before everybody has compared
     on_main(lambda: record(config, folder, prints), setup)
     return folder, lock
+
+
+def may_requeue(folder, done):
+    """What a job's script looks for, since torchrun makes 1 of every exit status: this run can go on, and wants to."""
+    write_atomic(folder / "requeue", f"asked to leave, and saved after step {done}: the same command continues\n")
+
+
+def leave_again(folder, setup):
+    """Ends what torchrun --max-restarts has started again although the run was asked to leave. Otherwise this is a new
+    start, and the request is forgotten."""
+    asked = on_main(lambda: (folder / "requeue").exists(), setup)
+    if parallel.from_main(asked and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0", setup):
+        setup.say("the run was asked to leave: not started again")
+        parallel.finish(setup)
+        raise SystemExit(TRY_AGAIN)
+    on_main(lambda: (folder / "requeue").unlink(missing_ok=True), setup)
 
 
 def refuse_other_disk(folder, setup, patience=5):
@@ -137,5 +159,6 @@ def end_step(run, done, total, config, modules, optimizers, tokenizer, facts, se
         setup.say(f"asked to leave: step {done} is saved in {checkpoint.folder_of(run, 'full', done)}, the same command "
                   "continues")
         monitor.close()
+        on_main(lambda: may_requeue(run, done), setup)
         parallel.finish(setup)
         raise SystemExit(TRY_AGAIN)

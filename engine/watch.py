@@ -13,6 +13,8 @@ import torch
 
 from engine import parallel
 
+LAST_PHASE = "log, evaluate, save"      # of a step
+
 
 def watch_problems(config):
     """What is wrong with the settings of a closer look, a sentence each."""
@@ -33,7 +35,7 @@ class Watch:
         self.run, self.setup, self.model, self.every = run, setup, model, config.watch_stats
         first, count = (int(part) for part in (config.profile or "0:0").split(":"))
         self.profiled, self.profiler, self.open = range(first, first + count), None, contextlib.ExitStack()
-        self.number, self.finding, self.sums, self.inputs = 0, None, {}, {}
+        self.number, self.phases, self.finding, self.sums, self.inputs = 0, [], None, {}, {}
         self.watching = config.watch_nan
         if self.watching:
             setup.say("watch_nan   every module is looked into: slow, and without torch.compile")
@@ -41,7 +43,7 @@ class Watch:
 
     def step(self, number):
         """Step `number` (1 is the first) begins, with its first phase, which is called data."""
-        self.number, self.finding, self.sums = number, None, {}
+        self.number, self.phases, self.finding, self.sums = number, [], None, {}
         self.model.model.look = self.look if self.every and number % self.every == 0 else None
         if number in self.profiled and self.profiler is None:
             kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -53,10 +55,16 @@ class Watch:
     def phase(self, name):
         """What follows is called `name` in the profile and, on CUDA, by an NVTX range; what went before ends."""
         self.open.close()
+        self.phases.append(name)
         if self.profiler:
             self.open.enter_context(torch.profiler.record_function(name))
             if self.setup.device.type == "cuda":
                 self.open.enter_context(torch.cuda.nvtx.range(name))
+
+    def where(self):
+        """(step, how many of its phases have begun, the last of them), for engine/alive.py; '' for what takes its time."""
+        name = (self.phases or [""])[-1]
+        return self.number, len(self.phases), "" if name == LAST_PHASE else name
 
     def end(self):
         """The step is over; after the last that is profiled, writes run/profile/."""

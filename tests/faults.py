@@ -21,7 +21,7 @@ STAGES = ("folder", "state", "metadata", "manifest", "renamed")
 
 def processes():
     """{pid: (parent, command)} of all processes."""
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True).stdout
+    listed = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()]
     return {int(row[0]): (int(row[1]), row[2]) for row in rows if len(row) == 3}
 
@@ -29,10 +29,10 @@ def processes():
 class Run:
     """train.py on two processes, or with processes=1 on one."""
 
-    def __init__(self, data, out, *extra, processes=2, words=None, said=None, **more):
-        launcher = [sys.executable] if processes == 1 else [
+    def __init__(self, data, out, *extra, processes=2, words=None, said=None, launcher=None, **more):
+        launcher = launcher or ([sys.executable] if processes == 1 else [
             sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port=0",
-            "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+            "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"])
         words = words or ["train.py"]
         self.out, self.said = out, said or out.with_name(f"{out.name}.{time.time_ns()}.txt")
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,7 @@ def healthy(n=150, seed=0, attempt=1, first=0):
                                     + 0.01 * i)),
             "rss_file_bytes": int(GIB * (0.1 + 0.01 * i)), "gpu_memory_allocated_bytes": int(near(30 * GIB, 0.001)),
             "disk_free_bytes": 100 * GIB - 2 * GIB * min(i // 25, 4), "next_saves_bytes": 6 * GIB,
+            "rank_seconds": near(0.4, 0.05), "slowest_seconds": near(0.55, 0.1), "slowest": f"rank {rng.randrange(4)} on node",
             **({"all_reduce_seconds": near(0.012, 0.1)} if i % 10 == 0 else {})})
     return records
 
@@ -64,6 +65,7 @@ FAULTS = {
     "the GPU's memory rises": lambda log: change(log, gpu_memory_allocated_bytes=lambda x, i: x + i * GIB // 20),
     "waiting for data": lambda log: change(log, 90, data_seconds=lambda x, i: 0.2),
     "disk full soon": lambda log: change(log, disk_free_bytes=lambda x, i: x - 88 * GIB),
+    "straggler": lambda log: change(log, 60, slowest_seconds=lambda x, i: 0.65 + x / 10, slowest=lambda x, i: "rank 3 on n"),
     "all-reduce slower": lambda log: change(log, 80, all_reduce_seconds=lambda x, i: 1.8 * x),
 }
 

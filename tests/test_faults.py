@@ -1,4 +1,5 @@
 """Every fault as it comes: real signals and really damaged files, against two processes that save in the background."""
+import contextlib
 import math
 import os
 import resource
@@ -93,9 +94,16 @@ def test_disk_full(data, whole, tmp_path):
     mount = ["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", str(disk)]
     mounted = shutil.which("mount") and subprocess.run(mount, capture_output=True).returncode == 0
     try:
+        if mounted:         # on a disk that is too small from the start the run does not begin, and then on one that gets full
+            code, said = Run(data, disk / "out", *SKIP, processes=1, said=tmp_path / "small.txt").wait()
+            assert code == 2 and "and 3 checkpoints of each kind (light 6,966,272, full 20,898,816 bytes) take 83,595,264 more" in said, said
+            subprocess.run(["mount", "-o", "remount,size=300m", str(disk)], check=True)
         run = Run(data, disk / "out", *SKIP, said=tmp_path / "first.txt")
         assert run.until(lambda: steps_of(disk / "out" / "pretrain", "full") and run.ranks())
         first = newest_full(disk / "out")
+        with contextlib.suppress(OSError):                  # the run may take the last of it first
+            if mounted:
+                (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - (5 << 20)))
         for pid in run.ranks() if not mounted else ():      # who may mount nothing: files have a largest size
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         code, said = run.wait()
@@ -104,7 +112,7 @@ def test_disk_full(data, whole, tmp_path):
         assert "No space left" in said or "File too large" in said, said
         assert verify(first) == []
         if mounted:
-            subprocess.run(["mount", "-o", "remount,size=300m", str(disk)], check=True)
+            (disk / "filler").unlink()
         code, said = Run(data, disk / "out", *SKIP, said=tmp_path / "second.txt").wait()
         assert code == 0 and same_end(disk / "out", whole), said
     finally:
