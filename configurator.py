@@ -54,6 +54,7 @@ RESULT_FREE = [
     "micro_batch_size", "loss_chunk",      # the loss is a sum over the global batch, so any split of it has the same gradient
     "max_bad_steps", "timeout", "hang_timeout", "leave_within",    # when to give up, and on whom
     "log_blocks", "peak_flops", "profile", "watch_stats",                         # gauges
+    "plan", "plan_gpu", "plan_disk",                                              # what would be
 ]
 
 # Keys that may differ when a run is resumed; a change of any other one is refused (changed_keys). Beyond the list above

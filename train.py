@@ -5,6 +5,7 @@ Pretraining: token shards in, a Llama out.
     torchrun --nproc_per_node=8 train.py config/llama2_7b.py            eight GPUs of one machine
     torchrun --nproc_per_node=2 train.py config/demo.py --device=cpu    two processes on a CPU (gloo)
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/llama2_7b.py
+    python train.py config/llama2_7b.py --plan=8                        no training: memory, days, traffic, checkpoints
 
 Give the same command again after any interruption: it continues from the newest full checkpoint that is sound, and on a
 CPU comes to the same weights, bit for bit, as if nothing had happened. A finished run does nothing. SIGTERM or SIGUSR1 to
@@ -24,6 +25,7 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from configurator import configure, refuse
 
@@ -37,6 +39,7 @@ from engine.hf import find_folder, inexpressible, lengthen, load_weights, read_c
 from engine.layout import build, go_through, join, put, wrapped
 from engine.loader import open_mixture, plan_step, read_ahead
 from engine.loss import model_losses
+from engine.memory import Explained
 from engine.monitor import Monitor, read_log
 from engine.optim import LossScale, clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
 from engine.parallel import bare, data_sum, divide, finish, from_main, keep_memory, my_share, refuse_once, start
@@ -90,6 +93,7 @@ final_lr = 0.1                  # the last step's learning rate, as a share of t
 weight_decay = 0.1              # on matrices and embeddings; never on the norms' gains
 beta1 = 0.9
 beta2 = 0.95
+adam_eps = 1e-8                 # added to the root of the second moment; Llama 2: 1e-5
 grad_clip = 1.0                 # largest joint norm of all gradients; 0: measured only
 # looking and saving
 eval_every = 250                # steps
@@ -133,6 +137,10 @@ hsdp = 1                        # under fsdp: so many groups of ranks, each of w
 tp = 1                          # ranks that share each matrix
 pp = 1                          # stages of layers, a micro-batch in each (1F1B)
 cpu_offload = False             # under fsdp: states in the CPU's memory
+# before it is run
+plan = 0                        # tells memory, days, traffic and checkpoints for so many GPUs instead of training, without any
+plan_gpu = "H100"               # 'A100', 'H100' or 'H200': see engine/plan.py
+plan_disk = 2.0                 # GB/s to the disk of checkpoints
 
 KINDS = ("ordinary", "eos", "bos", "first")     # of targets: text, end of page, begin of page, first token after a BOS
 
@@ -327,14 +335,30 @@ def evaluate_all(model, val, config, tokenizer, byte_counts, setup):
     return {**means, **{f"loss_of_{name}": found["loss"] for name, found in zip(val.names, scores)}}
 
 
+def show_plan(config):
+    """What a run of config.plan processes needs, see engine/plan.py; without data, and without a tokenizer if the config
+    says how many tokens there are."""
+    from engine.plan import announce             # not needed to train
+    source = find_folder(config.init_from) if config.init_from else None
+    tokenizer = SimpleNamespace(vocab_size=config.vocab_size, bos_id=1, eos_id=2, hash="")
+    if find_tokenizer(folder := source or Path(config.data_dir) / "tokenizer"):
+        tokenizer = Tokenizer.load(folder)
+    elif not config.vocab_size and not source:
+        refuse(f"vocab_size = 0 is the tokenizer's, and {folder} has none: the plan needs --vocab_size=32000 or so")
+    announce(config, shape_of(config, tokenizer, source), lambda config, model, micro_batches, setup: forward_backward(
+        model, micro_batches, config, tokenizer, setup))
+
+
 def main(config):
+    if config.plan:
+        return show_plan(config)
     setup = start(config.device, config.dtype, config.deterministic, config.threads, config.seed, config.hang_timeout)
     keep_memory(setup)
-    with Alive(setup, config.timeout, config.hang_timeout, config.leave_within) as alive:
-        pretrain(config, setup, alive)
+    with Alive(setup, config.timeout, config.hang_timeout, config.leave_within) as alive, Explained(config) as explained:
+        pretrain(config, setup, alive, explained)
 
 
-def pretrain(config, setup, alive):
+def pretrain(config, setup, alive, explained):
     # 1. Where we are, and one run per folder.
     tokenizer, train, val = open_data(config, setup)
     source = find_folder(config.init_from) if config.init_from else None
@@ -354,7 +378,9 @@ def pretrain(config, setup, alive):
         load_weights(model, source, put)
     watch = Watch(run, model, config, setup)
     betas = (config.beta1, config.beta2)
-    optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay, betas)
+    optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay, betas,
+                               config.adam_eps)
+    explained.watch(shape, model, optimizers, setup)
 
     # 3. Continue where an earlier call stopped.
     modules, moments = {"model": model}, {"model": optimizers}

@@ -20,7 +20,7 @@ def adamw(model, learning_rate, weight_decay, betas=(0.9, 0.95), eps=1e-8):
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=fused)
 
 
-def muon(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0.95)):
+def muon(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0.95), eps=1e-8):
     """[Muon for the layers' matrices, AdamW for embeddings and gains]. Muon (Jordan et al. 2024) makes all singular
     values of a matrix's momentum equal before it steps: directions that a few large ones would drown are learned too.
     In short runs it needs about half the tokens; its five rounds of products cost the more the smaller the batch is."""
@@ -30,7 +30,7 @@ def muon(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0
     first.param_groups[0]["share"] = matrix_learning_rate / learning_rate
     for p in matrices:
         p.requires_grad_(False)         # out of adamw's sight
-    second = adamw(model, learning_rate, weight_decay, betas)
+    second = adamw(model, learning_rate, weight_decay, betas, eps)
     for p in matrices:
         p.requires_grad_(True)
     return [first, second]
@@ -55,18 +55,19 @@ class ShardedMuon(torch.optim.Muon):
                 p.mul_(1 - group["lr"] * group["weight_decay"]).add_(rows)
 
 
-def optimizers_of(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0.95)):
+def optimizers_of(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0.95), eps=1e-8):
     """[AdamW], or with a matrix_learning_rate above 0 [Muon, AdamW]."""
     if matrix_learning_rate:
-        return muon(model, learning_rate, matrix_learning_rate, weight_decay, betas)
-    return [adamw(model, learning_rate, weight_decay, betas)]
+        return muon(model, learning_rate, matrix_learning_rate, weight_decay, betas, eps)
+    return [adamw(model, learning_rate, weight_decay, betas, eps)]
 
 
 def optimiser_problems(config):
     """What is wrong with those settings of the optimiser that a script has, a sentence each."""
     rates = ("learning_rate", "matrix_learning_rate", "value_learning_rate", "weight_decay", "grad_clip", "final_lr",
              "warmup_steps", "warmup_share")
-    problems = config.outside(**dict.fromkeys(rates, (0,)), beta1=(0, 0.999999), beta2=(0, 0.999999))
+    problems = config.outside(**dict.fromkeys(rates, (0,)), beta1=(0, 0.999999), beta2=(0, 0.999999),
+                              adam_eps=(1e-30,))
     if getattr(config, "matrix_learning_rate", 0) and config.learning_rate <= 0:
         problems.append("matrix_learning_rate needs a learning_rate above 0, whose share it is")
     if getattr(config, "schedule", "linear") not in ("cosine", "linear", "constant"):
