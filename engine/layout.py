@@ -61,8 +61,8 @@ def spread(model, setup, compiled=False):
         keep_stage(model, setup.stage, layout.pp)
     if layout.tp > 1:
         split_matrices(model, mesh["tp"])
-    if compiled and layout.tp > 1:      # in bf16, with torch 2.13, a fifth of the gradient's norm was missing then
-        setup.say("compile: not under tp, where compiled blocks have had wrong gradients in bf16")
+    if compiled and layout.tp > 1:      # a fifth of the gradient's norm was missing once, see README
+        setup.say("compile: not under tp, where compiled blocks have once had wrong gradients")
     compile_blocks(model, setup, compiled and layout.tp == 1)
     narrow = None if setup.dtype == torch.float32 else setup.dtype
     # Weights travel and multiply in bf16, gradients are summed in fp32. Inputs are not cast: RoPE's angles need fp32.
