@@ -38,7 +38,9 @@ class Kind:
     phrasings: tuple[str, ...]
     frame: str           # the answer around its core
     core: str            # regular expression
-    weight: float = 1.0  # of the answer's tokens in the loss: long answers of chance would drown the short ones
+    # Of the answer's tokens in the loss: long answers of chance would drown the short ones; and where the content can not be
+    # foreseen, and the questions are few, the form needs more than its share.
+    weight: float = 1.0
 
     def follows_format(self, answer):
         before, after = map(re.escape, self.frame.split("{}"))
@@ -48,7 +50,7 @@ class Kind:
 KINDS = {
     "module": Kind("memory", False, 0.03,
                    ("Which module holds `{}`?", "Where is `{}` defined?", "In which module do I find `{}`?"),
-                   "It is in the module `{}`.", r"[A-Za-z_][\w.]*"),
+                   "It is in the module `{}`.", r"[A-Za-z_][\w.]*", weight=2),
     "what": Kind("memory", False, 0.03,
                  ("What does `{}` do?", "What is `{}` for?", "Explain `{}` in one sentence."),
                  "{}", r"[A-Z][^.!?]+\.", weight=0.25),
@@ -59,11 +61,11 @@ KINDS = {
     "optional": Kind("reading", True, 0.03,
                      ("Which parameters of `{}` have a default?", "What may I leave out when I call `{}`?",
                       "Name the parameters of `{}` that have a default."),
-                     "With a default: {}.", r"[A-Za-z_]\w*(, [A-Za-z_]\w*)*"),
+                     "With a default: {}.", r"[A-Za-z_]\w*(, [A-Za-z_]\w*)*", weight=2),
     "default": Kind("reading", True, 0.03,
                     ("In `{}`, what is the default of {}?", "Here is `{}`. Which default has {}?",
                      "Look at `{}` and tell me the default of {}."),
-                    "It is {}", r"[A-Za-z_]\w*=(-?\w[\w.]*|'\w*')"),
+                    "It is {}", r"[A-Za-z_]\w*=(-?\w[\w.]*|'\w*')", weight=2),
     "style": Kind("rule", False, 0.25,
                   ("How is the name `{}` written?", "Describe the style of `{}`.", "What kind of name is `{}`?"),
                   "It is {}.", r"(public|private), (lower case|capitals|CamelCase|mixedCase|of no style)"),
