@@ -642,20 +642,23 @@ def test_killed_and_started_again_is_the_same(world, tmp_path):
 def test_it_learns_and_by_the_right_means(words, tmp_path):
     """A rising reward proves little, so: gold, divergence, stops and length together; and without the divergence in the
     reward the policy must drift further. The whole chain on the toy task, from untrained weights."""
-    toy.write_data(tmp_path / "data", prompts=200, pairs=1500, control=100)
+    toy.write_data(tmp_path / "data", prompts=200, pairs=3000, control=100)
     policy = toy.model(words)
     toy.instruct(policy, words, steps=250)
     toy.save(tmp_path / "sft", policy, words)
     reward.main(toy.config_of(reward, f"--data_dir={tmp_path}/data", f"--init_from={tmp_path}/sft",
-                              f"--out_dir={tmp_path}", "--batch_size=16", "--learning_rate=2e-3"))
+                              f"--out_dir={tmp_path}", "--batch_size=16", "--learning_rate=2e-3", "--epochs=2",
+                              "--along_until=0.7"))
+    # One that has not yet found the faults of spoiled remarks is fooled: its score rises, and the gold score falls.
+    assert json.loads((tmp_path / "reward" / "result.json").read_text())["val"]["accuracy"] > 0.9
     found = {}
-    for kl_coef in ("0.05", "0.0"):
+    for kl_coef in ("0.2", "0.0"):
         out = tmp_path / f"kl{kl_coef}"
         rlhf.main(toy.config_of(rlhf, f"--data_dir={tmp_path}/data", f"--policy_from={tmp_path}/sft",
                                 f"--reward_from={tmp_path}/reward", f"--out_dir={out}", "--learning_rate=1e-3",
                                 "--value_learning_rate=1e-3", "--epochs=4", "--updates=20", f"--kl_coef={kl_coef}"))
         found[kl_coef] = json.loads((out / "ppo" / "result.json").read_text())
-    before, after = found["0.05"]["before"], found["0.05"]["after"]
-    assert found["0.05"]["gold_rise_in_deviations"] > 0.6 and after["score"] > before["score"] + 0.8
+    before, after = found["0.2"]["before"], found["0.2"]["after"]
+    assert found["0.2"]["gold_rise_in_deviations"] > 0.6 and after["score"] > before["score"] + 0.8
     assert 0.5 < after["kl"] < 12 and after["stop_rate"] > 0.95 and after["length"] < 25
     assert found["0.0"]["after"]["kl"] > 1.3 * after["kl"]
