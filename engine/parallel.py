@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -356,6 +357,10 @@ def compile_blocks(model, setup, wanted, dynamic=None):
         return
     if setup.device.type == "cpu" and not any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "g++", "clang++")):
         setup.say("compile: no C++ compiler (g++) found; running without, which is slower and otherwise the same")
+        return
+    if setup.device.type == "cpu" and " " in torch.__file__:       # it gives the compiler this path without quotes
+        setup.say(f"compile: torch can not compile where its path has a space ({Path(torch.__file__).parent}); running without, "
+                  "which is slower and otherwise the same")
         return
     for block in model.model.layers.children():
         block.compile(dynamic=dynamic)
