@@ -103,7 +103,7 @@ class Gauges:
 
     def pace(self):
         """The mean of these over the steps since the last reading, of the rank in the middle and of the slowest."""
-        if self.setup.world == 1:
+        if self.setup.world == 1 or not self.own:
             return {}
         mine, self.own = statistics.fmean(self.own), []
         seconds, hosts = zip(*parallel.from_all((mine, socket.gethostname()), self.setup))

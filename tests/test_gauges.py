@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine import gauges, hf, parallel
+from engine import gauges, hf, layout
 from engine.gauges import Gauges, flops_per_token, memory, peak_of
 from engine.loader import open_mixture
 from engine.monitor import flat, read_log
@@ -265,7 +265,7 @@ def watched(data, tmp_path, change, *extra, **form):      # noqa: F811
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_a_weight_that_is_inf_is_named_with_its_module_and_input(data, tmp_path, monkeypatch, recompute):      # noqa: F811
     compiled = []
-    monkeypatch.setattr(parallel, "compile_blocks", lambda model, setup, wanted: compiled.append(wanted))
+    monkeypatch.setattr(layout, "compile_blocks", lambda model, setup, wanted: compiled.append(wanted))
     def spoil(weights):
         weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.inf
     found = watched(data, tmp_path, spoil, f"--recompute={recompute}", "--compile=True")
