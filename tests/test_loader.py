@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -214,7 +215,7 @@ def test_what_is_read_ahead_is_what_is_read_at_once(tmp_path, world):
     data = open_mixture(str(shards(tmp_path / "a", 401)), None, "train", 8)
     config, skipped = SimpleNamespace(seed=1, block_size=8, micro_batch_size=3), [(4, 6)]
     for rank in range(world):
-        setup = SimpleNamespace(rank=rank, world=world, device=ALONE.device)
+        setup = replace(ALONE, rank=rank, world=world)
         steps = list(read_ahead(data, 2, 9, skipped, 12, config, setup))
         assert len(steps) == 7
         for step, (blocks, micro_batches) in zip(range(2, 9), steps):
@@ -266,6 +267,7 @@ def test_reading_a_large_shard_takes_no_memory(tmp_path):
     entry.update(n_tokens=n_tokens, files=[{**entry["files"][0], "tokens": n_tokens}])
     write_json(folder / "tokens" / "index.json", index)
     os.truncate(folder / "tokens" / "train_00000.bin", 2 * n_tokens)
+    np.memmap(folder / "tokens" / entry["offsets"]["name"], "<u8", "r+")[-1] = n_tokens
     told = subprocess.run([sys.executable, "-c", RESIDENT.format(root=str(ROOT), folder=str(folder))], capture_output=True,
                           text=True, check=True).stdout
     before, most = map(float, told.split())
@@ -304,7 +306,7 @@ def run_folder(tmp_path, saved, rollbacks=()):
 def attempt(run, data, number, world, first, last, skipped=(), torn=0):
     """The lines of an attempt that did the steps first to last; its last rank was killed `torn` lines before."""
     for rank in range(world):
-        setup = SimpleNamespace(rank=rank, world=world)
+        setup = replace(ALONE, rank=rank, world=world)
         with open_samples(run, setup) as file:
             for done in range(first, last + 1 - (torn if rank == world - 1 else 0)):
                 plan = plan_step(done - 1, skipped)
