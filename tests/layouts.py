@@ -139,7 +139,7 @@ def runs(name, folder, setup, **keys):
         return state
     with mock.patch.multiple(script, end_step=saved, finish=lambda setup: None), \
             mock.patch.object(script.ladder, "go_on", loaded):
-        script.pretrain(config, setup, SimpleNamespace(asked=0))
+        script.pretrain(config, setup, SimpleNamespace(asked=0), SimpleNamespace(watch=lambda *_: None))
     return found
 
 
