@@ -121,8 +121,9 @@ def test_two_processes_hold_what_was_planned():
         rest["gradients"] /= 1 + (name == "zero1")                     # held.py looks when they have travelled
         for state in STATES:
             assert real[state] == pytest.approx(rest[state], rel=0.01), (name, state)
-        # Where gloo copies nothing of its own meanwhile, to 1 %; where it gathers, it has a second buffer for a while.
-        above = {"ddp": 1.01, "zero2": 1.01, "full": 1.6}.get(name, 1.25)
+        # Where gloo copies nothing of its own meanwhile, to 1 %; where it gathers or scatters, it has a second buffer for a
+        # while, and not at the same moment in every run.
+        above = {"ddp": 1.01, "full": 1.6}.get(name, 1.25)
         assert 0.99 * size < real["peak"] < above * size, name
 
 
