@@ -123,7 +123,7 @@ def test_two_processes_hold_what_was_planned():
             assert real[state] == pytest.approx(rest[state], rel=0.01), (name, state)
         # Where gloo copies nothing of its own meanwhile, to 1 %; where it gathers or scatters, it has a second buffer for a
         # while, and not at the same moment in every run.
-        above = {"ddp": 1.01, "full": 1.6}.get(name, 1.25)
+        above = {"ddp": 1.02, "full": 1.8}.get(name, 1.5)
         assert 0.99 * size < real["peak"] < above * size, name
 
 
