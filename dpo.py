@@ -42,7 +42,7 @@ from engine.loss import model_losses
 from engine.monitor import Monitor
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr
 from engine.parallel import accumulate, all_sum, compile_blocks, finish, start, wrap
-from engine.rankings import longest, micro_batches, pairs_of, read_rankings
+from engine.rankings import batch_problems, longest, micro_batches, pairs_of, read_rankings
 from engine.run import end_step, open_run, refuse_missing, refuse_once
 from engine.shards import steps_by_length
 
@@ -172,12 +172,7 @@ def learn(config, setup, alive):
         problems.append(f"loss must be 'dpo' or 'ipo', found {config.loss!r}")
     if config.loss == "ipo" and config.label_smoothing:
         problems.append("label_smoothing is part of the loss 'dpo'; 'ipo' has none")
-    if len(train) < config.batch_size:
-        problems.append(f"{train_file} has {len(train)} usable pairs or rankings ({too_long} are longer than the "
-                        f"model's {context} tokens; max_rankings = {config.max_rankings}), fewer than batch_size = "
-                        f"{config.batch_size}")
-    if config.batch_size % setup.world:
-        problems.append(f"batch_size = {config.batch_size} can not be shared by {setup.world} processes")
+    problems += batch_problems(train_file, train, too_long, context, config, setup)
     refuse_once(setup, *problems, *optimiser_problems(config))
     run, lock = open_run(config, "dpo", setup, model=source, preferences=train_file)
     if lock is None:

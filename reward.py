@@ -42,7 +42,7 @@ from engine.hf import find_folder, read_model
 from engine.monitor import Monitor
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr
 from engine.parallel import accumulate, all_sum, compile_blocks, finish, start, wrap
-from engine.rankings import longest, micro_batches, pairs_of, read_rankings
+from engine.rankings import batch_problems, longest, micro_batches, pairs_of, read_rankings
 from engine.run import end_step, open_run, refuse_missing, refuse_once
 from engine.shards import step_blocks, steps_by_length
 
@@ -234,12 +234,7 @@ def learn(config, setup, alive):
                 setup.say(f"note: {file}: {left_out} lines are longer than the model's {context} tokens: left out")
     problems = config.below_one("batch_size", "window", "micro_batch_size", "epochs", "max_new_tokens", "log_every")
     problems += config.outside(sft_samples=(2,), max_rankings=(0,), along_until=(0, 1), control_ratio=(1.01,))
-    if len(train) < config.batch_size:
-        problems.append(f"{train_file} has {len(train)} usable pairs or rankings ({too_long} are longer than the "
-                        f"model's {context} tokens; max_rankings = {config.max_rankings}), fewer than batch_size = "
-                        f"{config.batch_size}")
-    if config.batch_size % setup.world:
-        problems.append(f"batch_size = {config.batch_size} can not be shared by {setup.world} processes")
+    problems += batch_problems(train_file, train, too_long, context, config, setup)
     refuse_once(setup, *problems, *optimiser_problems(config))
     run, lock = open_run(config, "reward", setup, model=source, preferences=train_file)
     if lock is None:

@@ -77,9 +77,10 @@ class Gauges:
         self.nvml = _nvml(setup.device) if setup.is_main else None
         self.counted, self.when = _counters(self.nvml), time.perf_counter()
         self.own, self.marks = [], []        # seconds of this rank's own; when they begin and end
-        trunk = parallel.bare(model).model
-        trunk.register_forward_pre_hook(partial(self._mark, False))
-        trunk.register_forward_hook(partial(self._mark, True))
+        if setup.world > 1:                  # alone, nobody is slower than another
+            trunk = parallel.bare(model).model
+            trunk.register_forward_pre_hook(partial(self._mark, False))
+            trunk.register_forward_hook(partial(self._mark, True))
         known = f"{self.peak:.4g} FLOP/s" if self.peak else "unknown; --peak_flops names it"
         self.formula = (f"mfu         {flops:.3e} FLOPs a token (6 N + 12 L H D S, engine/gauges.py) x tokens/s / "
                         f"{setup.world} devices / the peak of one, {known}")
@@ -92,6 +93,8 @@ class Gauges:
     def step_done(self, waited):
         """Keeps how long this rank took for its own part of the step: `waited` for data, and computing from its first
         forward pass to the end of its last. Around that are collectives, in which the fast ranks wait for the slow."""
+        if self.setup.world == 1:
+            return
         first, last = self.marks
         if self.setup.device.type == "cuda":
             last.synchronize()
@@ -103,7 +106,7 @@ class Gauges:
 
     def pace(self):
         """The mean of these over the steps since the last reading, of the rank in the middle and of the slowest."""
-        if self.setup.world == 1 or not self.own:
+        if not self.own:
             return {}
         mine, self.own = statistics.fmean(self.own), []
         seconds, hosts = zip(*parallel.from_all((mine, socket.gethostname()), self.setup))

@@ -43,6 +43,18 @@ def gap_of(record):
     return record.get("margin", math.nan)
 
 
+def batch_problems(path, rankings, too_long, context, config, setup):
+    """Why the rankings of a file make no step, a sentence each. context: tokens that the model reads."""
+    problems = []
+    if len(rankings) < config.batch_size:
+        problems.append(f"{path} has {len(rankings)} usable pairs or rankings ({too_long} are longer than the "
+                        f"model's {context} tokens; max_rankings = {config.max_rankings}), fewer than batch_size = "
+                        f"{config.batch_size}")
+    if config.batch_size % setup.world:
+        problems.append(f"batch_size = {config.batch_size} can not be shared by {setup.world} processes")
+    return problems
+
+
 def longest(ranking):
     return max(map(len, ranking["dialogues"]))
 
