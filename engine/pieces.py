@@ -42,8 +42,13 @@ def written(data):
     unknown = model.get("unk_token") or "<unk>"
     names, silent = sorted(model["vocab"], key=model["vocab"].get), {token["content"] for token in data["added_tokens"]}
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
-    order = [piece for piece, _ in groupby(left + right for left, right in pairs)]
-    scores = {piece: -float(place) for place, piece in enumerate(order)}
+    made = list(map("".join, pairs))
+    order = [piece for piece, _ in groupby(made)]
+    mixed = len(order) > len(set(order))           # as in Llama 2's: runs of spaces share a score, so their pairs are mixed
+    shared = {piece: SPACE for piece in made if mixed and not piece.strip(SPACE)}
+    order = [rank for rank, _ in groupby(shared.get(piece, piece) for piece in made)]
+    place = {rank: -float(number) for number, rank in enumerate(order)}
+    scores = {piece: place[shared.get(piece, piece)] for piece in made}
     joined = [name for name in names if len(name) > 1 and name not in silent and not re.fullmatch("<0x..>", name)]
     texts = {name for name in names if name not in silent}
     every = {(name[:i], name[i:]) for name in joined for i in range(1, len(name)) if {name[:i], name[i:]} <= texts}
@@ -56,7 +61,7 @@ def written(data):
         "the vocabulary's ids are not 0, 1, 2, ... without a gap":
             sorted(model["vocab"].values()) != list(range(len(names))),
         "the merges are not, piece by piece, all pairs that make a piece":
-            len(order) != len(scores) or set(pairs) != every or scores.keys() != set(joined),
+            len(order) != len(place) or set(pairs) != every or scores.keys() != set(joined),
         f"it has no {unknown}": unknown not in model["vocab"],
     }
     kind = lambda name: (UNKNOWN if name == unknown else CONTROL if name in silent

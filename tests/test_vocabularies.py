@@ -134,7 +134,7 @@ def test_smollm_in_its_form(tmp_path):
         [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     theirs.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>"]
-    texts = [*TOPICS, "".join(map(chr, [*range(32, 0xD800)])), "\u2028 \U0001f44d\U00020000"]
+    texts = [*TOPICS, "".join(map(chr, [*range(32, 0xD800)])), "\u2028 \ue000\uffee\U0001f44d\U00020000"]
     theirs.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=3000, special_tokens=special, show_progress=False))
     theirs.save(str(tmp_path / "tokenizer.json"))
     ours = Tokenizer.load(tmp_path)
