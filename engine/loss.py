@@ -25,9 +25,9 @@ def scores(model, hidden, targets, z_loss, head=0):
 
 
 @functools.cache                # made when it is asked for: what only reads a model need not load the compiler
-def compiled_scores():
+def compiled_scores(dynamic):
     """`scores` with softmax, loss and their gradient in two passes over the logits and not in ten."""
-    return torch.compile(scores)
+    return torch.compile(scores, dynamic=dynamic)
 
 
 def model_losses(model, ids, targets, chunk=0, z_loss=0.0, weights=None, **more):
@@ -47,7 +47,7 @@ def model_losses(model, ids, targets, chunk=0, z_loss=0.0, weights=None, **more)
     weights (B, T) of the targets: where a model has heads for later tokens (n_future), their losses are added to the
     objectives, for tokens with weight on the way and within the row: what follows a document's end is not foretold."""
     def of_head(model, hidden, targets, head=0):
-        score = compiled_scores() if model.compiled and torch.is_grad_enabled() else scores
+        score = compiled_scores(model.dynamic) if model.compiled and torch.is_grad_enabled() else scores
         if not chunk:
             return score(model, hidden, targets, z_loss, head)
         pieces = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk))

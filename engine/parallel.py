@@ -365,4 +365,4 @@ def compile_blocks(model, setup, wanted, dynamic=None):
     for block in model.model.layers.children():
         block.compile(dynamic=dynamic)
         block.self_attn.own_gradient = setup.device.type == "cpu" and dynamic is None      # see model.CpuFlash
-    model.compiled = True               # see engine/loss.py
+    model.compiled, model.dynamic = True, dynamic       # see engine/loss.py
