@@ -20,18 +20,16 @@ What decides, and where it stands below:
   - Nothing in the loss asks the chosen answer to become likelier, only likelier than the other. Often both fall; the log
     has both (`chosen`, `rejected`), and anchor > 0 adds the chosen answers' own loss.
 
-Reads data_dir/chat/preferences_{train,val}.jsonl (the form: engine/chat.py). Rankings give all their pairs, each answer goes
+Reads data_dir/chat/preferences_{train,val}.jsonl (the forms: engine/rankings.py). Rankings give all their pairs, each answer goes
 through the model once. Writes, in out_dir/dpo: step_NNNNNNNN/, log.jsonl, result.json. An interrupted run is continued
 by the same command, bit for bit on a CPU; a finished one says that it is done.
 """
 import math
 import time
-from functools import lru_cache, partial
 from pathlib import Path
 
 from configurator import configure
 
-import numpy as np
 import torch
 
 from engine import checkpoint, rl
@@ -40,11 +38,10 @@ from engine.files import write_json
 from engine.hf import find_folder, read_model
 from engine.loss import model_losses
 from engine.monitor import Monitor
-from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr
+from engine.optim import lr_at, optimizers_of
 from engine.parallel import accumulate, all_sum, compile_blocks, finish, start, wrap
-from engine.rankings import batch_problems, longest, micro_batches, pairs_of, read_rankings
-from engine.run import end_step, open_run, refuse_missing, refuse_once
-from engine.shards import steps_by_length
+from engine.rankings import longest, means_of_pairs, micro_batches, pairs_of, planned, read_files, take_step
+from engine.run import end_step, open_run, refuse_once
 
 data_dir = "data/demo"         # its chat/ holds the preferences
 out_dir = "out/demo"           # this stage writes into out_dir/dpo
@@ -115,7 +112,7 @@ def losses(model, rankings, config, pad_id, setup):
     better, worse, of = pairs_of(rankings, sums.device)
     judged = ratios / tokens if config.loss == "ipo" else ratios
     loss = rl.dpo_loss(judged[better], judged[worse], config.beta, config.loss, config.label_smoothing)
-    mean = lambda x: x.new_zeros(len(rankings)).index_add(0, of, x) / of.bincount(minlength=len(rankings))
+    mean = lambda x: means_of_pairs(x, of)
     best, first = torch.tensor([[level == min(ranking["level"]), number] for number, ranking in enumerate(rankings)
                                 for level in ranking["level"]], device=sums.device).unbind(1)
     own = sums.new_zeros(2, len(rankings)).index_add(1, first, torch.stack([-sums, tokens.to(sums)]) * best)
@@ -156,38 +153,29 @@ def main(config):
 
 def learn(config, setup, alive):
     # 1. Whether there is anything left to do.
-    data = Path(config.data_dir) / "chat"
-    train_file, val_file = data / "preferences_train.jsonl", data / "preferences_val.jsonl"
     source = find_folder(config.init_from or Path(config.out_dir) / "sft")
-    refuse_missing(setup, {train_file: "preferences"},
-                   f"The demonstration's are made by: {config.command('prepare_chat.py')}")
     model, tokenizer = read_model(source, attention=config.attention)
-    context, pad_id = model.config.block_size, tokenizer.pad_id
-    train, too_long = read_rankings(train_file, tokenizer, context)
-    train = train[:config.max_rankings or None]
-    val = read_rankings(val_file, tokenizer, context)[0] if val_file.exists() else []
-    problems = config.below_one("batch_size", "window", "micro_batch_size", "epochs", "log_every")
-    problems += config.outside(max_rankings=(0,), beta=(1e-6,), label_smoothing=(0, 0.5), anchor=(0,), save_full=(0,))
+    path, train, left_out, others, problems = read_files(config, tokenizer, model.config.block_size, setup, ["val"])
+    val, pad_id = others.get("val", []), tokenizer.pad_id
+    problems += config.outside(beta=(1e-6,), label_smoothing=(0, 0.5), anchor=(0,))
     if config.loss not in ("dpo", "ipo"):
         problems.append(f"loss must be 'dpo' or 'ipo', found {config.loss!r}")
     if config.loss == "ipo" and config.label_smoothing:
         problems.append("label_smoothing is part of the loss 'dpo'; 'ipo' has none")
-    problems += batch_problems(train_file, train, too_long, context, config, setup)
-    refuse_once(setup, *problems, *optimiser_problems(config))
-    run, lock = open_run(config, "dpo", setup, model=source, preferences=train_file)
+    refuse_once(setup, *problems)
+    run, lock = open_run(config, "dpo", setup, model=source, preferences=path)
     if lock is None:
         return
 
     # 2. What the starting model thinks of all the answers; it is not needed any more after that.
-    per_epoch, rest = divmod(len(train), config.batch_size)
-    train = train[:per_epoch * config.batch_size]                          # a short step would weigh its answers more
+    usable = len(train)
+    train, steps, batch_of = planned(train, config)
     model.to(setup.device).train()
     reference_logprobs(model, [*train, *val], config, pad_id, setup)
 
     # 3. What it will cost.
-    steps, lengths = config.epochs * per_epoch, np.array([longest(ranking) for ranking in train])
     warmup = int(config.warmup_share * steps)
-    setup.say(f"dpo: {len(train):,} rankings ({too_long} too long, {rest} more fill no step), "
+    setup.say(f"dpo: {len(train):,} rankings ({len(left_out)} left out, {usable - len(train)} more fill no step), "
               f"{len(pairs_of(train)[0]):,} pairs; {steps} steps of {config.batch_size} rankings; "
               f"{model.n_params():,} parameters on {setup.device}, {setup.dtype}")
 
@@ -197,29 +185,20 @@ def learn(config, setup, alive):
     compile_blocks(model, setup, config.compile, dynamic=True)
     wrapped = wrap(model, setup)
     state = checkpoint.resume(run, modules, moments, setup) or {"step": 0}
-    plan_of = lru_cache(1)(partial(steps_by_length, lengths, config.batch_size, config.window, config.seed))
     monitor = Monitor(run, setup, steps, state["step"], label="dpo")
     for step in range(state["step"], steps):
         began = time.perf_counter()
         lr = lr_at(step, steps, config.learning_rate, warmup, "linear", final=0.0)
-        batch, total = [train[i] for i in plan_of(step // per_epoch)[step % per_epoch]], torch.zeros(5, device=setup.device)
-        for micro in accumulate(micro_batches(batch, setup, config.micro_batch_size), wrapped):
+        total = torch.zeros(5, device=setup.device)
+        for micro in accumulate(micro_batches(batch_of(step), setup, config.micro_batch_size), wrapped):
             found = losses(wrapped, micro, config, pad_id, setup)
             # Summed over the global step's rankings, divided by their number. DDP averages over ranks: * world.
             ((found[0] + config.anchor * found[4]).sum() * setup.world / config.batch_size).backward()
             total += torch.stack([each.detach().sum() for each in found])
-        norm = clip(model.parameters(), config.grad_clip).item()
-        loss, accuracy, chosen, rejected, own = (all_sum(total, setup) / config.batch_size).tolist()
-        if not math.isfinite(loss + norm):
-            refuse_once(setup, f"step {step}: loss {loss}, gradient norm {norm}: nothing that could be learned from. "
-                        f"The last checkpoint in {run} is as it was; lower --learning_rate, or use --dtype=fp32, in "
-                        "another --out_dir")
+        means, norm = take_step(model, optimizers, lr, total, step, run, config, setup)
+        loss, accuracy, chosen, rejected, own = means
         if step == 0:
             check_start(loss, config, setup)
-        for optimizer in optimizers:
-            set_lr(optimizer, lr)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
         done = step + 1
         if done == 1 or done % config.log_every == 0 or done == steps:
             line = f"loss {loss:.4f}  ranked right {accuracy:.1%}  log ratio chosen {chosen:+.2f}, rejected {rejected:+.2f}"

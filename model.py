@@ -462,17 +462,30 @@ class Llama(nn.Module):
 
 
 class ScalarModel(nn.Module):
-    """The trunk with one number per position for a head: a reward model (read at the last token) or a value network."""
+    """The trunk with one number per position for a head: a reward model (read at the last token) or a value network. Or
+    with several, each of which judges something else: dimensions, {name: weight in the sum}."""
 
-    def __init__(self, config):
+    def __init__(self, config, dimensions=None):
         super().__init__()
-        self.config = config
+        self.config, self.dimensions = config, dimensions or {}
         self.model = Trunk(config)
-        self.score = nn.Linear(config.n_embd, 1)     # its bias says where 0 is; no ranking loss does (see reward.py)
+        # Its bias says where 0 is; no ranking loss does (see reward.py).
+        self.score = nn.Linear(config.n_embd, max(1, len(self.dimensions)))
+        nn.init.zeros_(self.score.bias)
         nn.init.zeros_(self.score.bias)
 
     def forward(self, ids, mask=None):
-        """ids (B, T) -> fp32 (B, T)."""
+        """ids (B, T) -> fp32 (B, T), with several heads (B, T, heads)."""
         return self.score(self.model(ids, mask)).squeeze(-1).float()
+
+    @torch.no_grad()
+    def add_up(self, weights):
+        """Makes one head of several: a weighted sum of linear heads is a linear head; -> the model."""
+        weights = torch.tensor([list(weights.values())], device=self.score.weight.device)              # (1, heads)
+        one = nn.Linear(self.config.n_embd, 1).to(self.score.weight)
+        one.weight.copy_(weights @ self.score.weight)
+        one.bias.copy_(weights[0] @ self.score.bias)
+        self.score, self.dimensions = one, {}
+        return self
 
     init_weights = Llama.init_weights

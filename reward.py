@@ -13,38 +13,39 @@ is higher:
 Where more than two answers to one prompt were put in order, each goes through the model once and is compared with all
 others: K answers give K (K - 1) / 2 pairs, whose mean is the ranking's loss (Ouyang et al. 2022, 2203.02155).
 
-Reads   data_dir/chat/preferences_{train,val,control}.jsonl, one object a line:
-            {"prompt": messages, "chosen": text, "rejected": text, "margin"?: number}     or
-            {"prompt": messages, "ranked": [texts, best first; equally good ones as a list among them], "margin"?: ...}
-        val and control may be missing. Control pairs are equally good (which of them is called chosen does not matter)
-        and very different in length: a model without a taste for length prefers the longer one half the time.
+One answer can be helpful and not safe. With --dimensions="{'helpful': 1, 'safe': 2}" there is a head for each, a line that
+names a dimension trains that one alone, and a line that names none their weighted sum. Each head is scaled for itself, and
+what PPO gets is their mean with these weights.
+
+Reads   data_dir/chat/preferences_{train,val,control}.jsonl: pairs, rankings or grades, see engine/rankings.py. val and
+        control may be missing. Control pairs are equally good (which of them is called chosen does not matter) and very
+        different in length: a model without a taste for length prefers the longer one half the time.
 Writes  out_dir/reward/step_N/        the model: a Hugging Face trunk, the head in heads.safetensors beside it
         out_dir/reward/log.jsonl      loss, its share along the answers (`along_until`) and accuracy, now and then
-        out_dir/reward/result.json    accuracy on held-out pairs, by how far apart they are, and on control pairs
+        out_dir/reward/result.json    on held-out pairs, in each dimension: accuracy, by how far apart they are; whether a
+                                      probability of 80 % is right in 80 %; control pairs; mean and scale of the scores
 
 An interrupted run is continued by the same command; a finished one says that it is done.
 """
 import math
-from functools import lru_cache, partial
-from itertools import combinations
 from pathlib import Path
 
 from configurator import configure
 
-import numpy as np
 import torch
 
 from engine import chat, checkpoint, rl
 from engine.alive import Alive
-from engine.files import write_json
+from engine.files import printable, write_json
 from engine.generate import generate
 from engine.hf import find_folder, read_model
 from engine.monitor import Monitor
-from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr
-from engine.parallel import accumulate, all_sum, compile_blocks, finish, start, wrap
-from engine.rankings import batch_problems, longest, micro_batches, pairs_of, read_rankings
-from engine.run import end_step, open_run, refuse_missing, refuse_once
-from engine.shards import step_blocks, steps_by_length
+from engine.optim import lr_at, optimizers_of
+from engine.parallel import accumulate, compile_blocks, finish, start, wrap
+from engine.rankings import (longest, means_of_pairs, micro_batches, pairs_of, planned, read_files, shares, take_step,
+                             weight_problems)
+from engine.run import end_step, open_run, refuse_once
+from engine.shards import step_blocks
 
 data_dir = "data/demo"         # its chat/ holds the preferences
 out_dir = "out/demo"           # this stage writes into out_dir/reward
@@ -56,6 +57,7 @@ threads = 0                    # of a CPU; 0: the cores of the machine, shared b
 deterministic = True           # the same bits in every run
 compile = False                # torch.compile, per block; pays in a run of more than some hundred steps
 attention = "flash"            # 'flash' or 'fp32'; the explicit one is the faster one for short rows on a CPU
+dimensions: dict = {}          # {name: weight} of what is judged apart, see above; {}: one score
 max_rankings = 0               # how many of the training file's lines to use; 0: all
 epochs = 1                     # with more than one it learns them by heart
 batch_size = 64                # rankings (a pair is one of two) in the global batch
@@ -75,14 +77,15 @@ log_every = 10                 # steps
 save_full = 50                 # steps between the checkpoints that a rerun continues from
 
 MARGINS = (0.0, 1.0, 1.5, 2.0, math.inf)     # edges of the buckets in which the accuracy is told
+CERTAINTIES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 # --- Scores ----------------------------------------------------------------------------------------------------------
 
 def scores_along(model, dialogues, prompts, pad_id, device):
     """What the head says at each token of the answers: dialogues, N lists of token ids, the first prompts[n] of which
-    are the prompt -> (N, R), R tokens of the longest answer. Behind the end of an answer its last number is repeated;
-    so [:, -1] is the answers' scores.
+    are the prompt -> (N, R), R tokens of the longest answer, or (N, R, heads). Behind the end of an answer its last number
+    is repeated; so [:, -1] is the answers' scores.
 
     Padding is on the right, where no real token looks: the model needs no mask, and attention keeps its fast path."""
     width = -(-max(map(len, dialogues)) // 8) * 8      # few different widths, so that memory is reused
@@ -90,15 +93,19 @@ def scores_along(model, dialogues, prompts, pad_id, device):
     first, last = torch.tensor(prompts, device=device), torch.tensor([len(d) - 1 for d in dialogues], device=device)
     reach = max(len(d) - prompt for d, prompt in zip(dialogues, prompts))
     at = first[:, None] + torch.arange(reach, device=device)                                           # (N, R)
-    return model(ids).gather(1, torch.minimum(at, last[:, None]))
+    return model(ids)[torch.arange(len(ids), device=device)[:, None], torch.minimum(at, last[:, None])]
 
 
 def score_rankings(model, rankings, pad_id, device):
-    """-> (N, R), N dialogues. All go through the model in one forward pass: DDP expects one, and so all have the same
-    padding and precision."""
+    """-> (N, R), N dialogues, of the heads that each ranking is about. All go through the model in one forward pass: DDP
+    expects one, and so all have the same padding and precision."""
     dialogues = [dialogue for ranking in rankings for dialogue in ranking["dialogues"]]
     prompts = [ranking["prompt"] for ranking in rankings for _ in ranking["dialogues"]]
-    return scores_along(model, dialogues, prompts, pad_id, device)
+    along = scores_along(model, dialogues, prompts, pad_id, device)
+    if along.dim() == 2:
+        return along
+    heads = torch.tensor([ranking["heads"] for ranking in rankings for _ in ranking["dialogues"]], device=device)
+    return (along * heads[:, None]).sum(-1)
 
 
 @torch.no_grad()
@@ -131,25 +138,43 @@ def losses(along, rankings, share, centring=0.0):
         real = torch.arange(along.size(1), device=along.device) < torch.maximum(length[better], length[worse])[:, None]
         each = rl.ranking_loss(along[better], along[worse], margin[:, None], centring)                 # (P, R)
         loss = (1 - share) * loss + share * torch.where(real, each, 0.0).sum(1) / real.sum(1)
-    mean = lambda x: x.new_zeros(len(rankings)).index_add(0, ranking, x) / ranking.bincount(minlength=len(rankings))
-    return mean(loss), mean(rl.pair_accuracy(chosen, rejected))
+    return means_of_pairs(loss, ranking), means_of_pairs(rl.pair_accuracy(chosen, rejected), ranking)
 
 
 # --- Reports ---------------------------------------------------------------------------------------------------------
 
 def report(rankings, scores):
-    """Accuracy on held-out pairs, in all and by how far apart they are. Ties count half."""
+    """Accuracy on held-out pairs: in all, by how far apart they are, by how certain the model is, and of each dimension. Ties
+    count half.
+
+    certainty: sigmoid of the difference is the probability that the answer with the higher score is the better one, and
+    the loss asks that it be right as often as it says; calibration_error: by how much it is not, on average over pairs
+    (Guo et al. 2017, arXiv 1706.04599, eq. 3)."""
     better, worse, ranking = pairs_of(rankings)
     right = rl.pair_accuracy(scores[better], scores[worse])
-    gaps = torch.tensor([r["gap"] for r in rankings])[ranking]
-    buckets = []
-    for low, high in zip(MARGINS, MARGINS[1:]):
-        inside = (gaps >= low) & (gaps < high)
-        if inside.any():
-            accuracy = right[inside].mean().item()
-            buckets.append({"from": low, "to": high, "pairs": int(inside.sum()), "accuracy": accuracy})
-    return {"pairs": len(right), "accuracy": right.mean().item(), "by_margin": buckets,
+    certainty = torch.sigmoid((scores[better] - scores[worse]).abs())
+    worth = torch.tensor([value for r in rankings for value in r["worth"]], dtype=torch.float64)
+
+    def buckets(values, edges):
+        found = []
+        for low, high in zip(edges, edges[1:]):
+            inside = (values >= low) & ((values < high) | (high == edges[-1]))
+            if inside.any():
+                found.append({"from": low, "to": high, "pairs": int(inside.sum()), "accuracy": right[inside].mean().item(),
+                              "mean": values[inside].mean().item()})
+        return found
+    by_certainty = buckets(certainty, CERTAINTIES)
+    error = sum(bucket["pairs"] * abs(bucket["accuracy"] - bucket["mean"]) for bucket in by_certainty) / len(right)
+    told = {"pairs": len(right), "accuracy": right.mean().item(), "by_margin": buckets(worth[better] - worth[worse], MARGINS),
+            "by_certainty": by_certainty, "calibration_error": error,
             "loss": rl.ranking_loss(scores[better], scores[worse]).mean().item()}
+    names = {r["dimension"] for r in rankings}
+    if len(names) > 1:
+        parts = scores.split([len(r["level"]) for r in rankings])
+        of_name = lambda name: [i for i, r in enumerate(rankings) if r["dimension"] == name]
+        told["by_dimension"] = {name: report([rankings[i] for i in of_name(name)], torch.cat([parts[i] for i in of_name(name)]))
+                                for name in sorted(names)}
+    return told
 
 
 def report_control(rankings, scores, ratio):
@@ -170,29 +195,33 @@ def report_control(rankings, scores, ratio):
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
 def standardise(model, policy, prompts, tokenizer, config, setup):
-    """Moves and scales the head so that the starting model's own answers have scores of mean 0 and deviation 1.
+    """Moves and scales each head so that the starting model's own answers have scores of mean 0 and deviation 1.
 
     The loss fixes neither, since it sees differences only. But for PPO a score is then a number of deviations above the
     start, the critic need not chase an offset first, and a clip range of 0.2 means something. Both go into the head's
     weight and bias: kept in a file beside it, a reload by hand would silently lose them."""
     answers = generate(policy, prompts, config.max_new_tokens, chat.stop_ids(tokenizer), seed=config.seed).ids
-    answered = [{"dialogues": [p + a], "prompt": len(p)} for p, a in zip(prompts, answers)]
-    parts = [answered[i:i + config.micro_batch_size] for i in range(0, len(answered), config.micro_batch_size)]
+    dialogues, lengths, size = [p + a for p, a in zip(prompts, answers)], list(map(len, prompts)), config.micro_batch_size
     with setup.autocast():
-        scores = torch.cat([score_rankings(model, part, tokenizer.pad_id, setup.device)[:, -1] for part in parts])
-    mean, deviation = scores.mean(), scores.std().clamp(min=1e-6)
-    model.score.weight.div_(deviation)
+        scores = torch.cat([scores_along(model, dialogues[i:i + size], lengths[i:i + size], tokenizer.pad_id, setup.device)[:, -1]
+                            for i in range(0, len(dialogues), size)]).view(len(dialogues), -1)         # (N, heads)
+    mean, deviation = scores.mean(0), scores.std(0).clamp(min=1e-6)
+    model.score.weight.div_(deviation[:, None])
     model.score.bias.sub_(mean).div_(deviation)
-    return {"answers": len(answers), "mean": mean.item(), "deviation": deviation.item()}
+    return {"answers": len(answers), "mean": mean.tolist(), "deviation": deviation.tolist()}
 
 
-def show(result, folder):
-    """The result, for people."""
+def show(result, folder, names):
+    """The result, for people. names: of the heads."""
     if val := result.get("val"):
-        print(f"held-out pairs ranked right: {val['accuracy']:.1%} of {val['pairs']}")
-        for bucket in val["by_margin"]:
-            edges = f"{bucket['from']:.1f} to {bucket['to']:.1f}"
-            print(f"    {edges} apart: {bucket['accuracy']:.1%} of {bucket['pairs']}")
+        print(f"held-out pairs ranked right: {val['accuracy']:.1%} of {val['pairs']}; a certainty is off by "
+              f"{val['calibration_error']:.1%} on average")
+        for kind, words in (("by_margin", "apart"), ("by_certainty", "certain")):
+            for bucket in val[kind]:
+                edges = f"{bucket['from']:.1f} to {bucket['to']:.1f}"
+                print(f"    {edges} {words}: {bucket['accuracy']:.1%} of {bucket['pairs']}")
+        for name, part in val.get("by_dimension", {}).items():
+            print(f"    {printable(name) or 'as a whole'}: {part['accuracy']:.1%} of {part['pairs']}")
     if control := result.get("control"):
         if control["pairs"]:
             print(f"equally good, one at least {control['smallest_length_ratio']:.2f} x as long: the longer one is "
@@ -200,8 +229,9 @@ def show(result, folder):
         if control["pairs"] < 400:
             print(f"note: {control['pairs']} control pairs say little about length; 400 tell it to within 5 %")
     samples = result["sft_samples"]
-    print(f"scores of the starting model's answers: mean {samples['mean']:.2f}, deviation {samples['deviation']:.2f}; "
-          "now 0 and 1")
+    for name, mean, deviation in zip(names or [""], samples["mean"], samples["deviation"]):
+        print(f"scores of the starting model's answers{' in ' * bool(name)}{printable(name)}: mean {mean:.2f}, deviation "
+              f"{deviation:.2f}; now 0 and 1")
     print(f"reward model in {folder}", flush=True)
 
 
@@ -215,43 +245,38 @@ def main(config):
 
 def learn(config, setup, alive):
     # 1. Whether there is anything left to do.
-    data = Path(config.data_dir) / "chat"
-    train_file, source = data / "preferences_train.jsonl", find_folder(config.init_from or Path(config.out_dir) / "sft")
-    refuse_missing(setup, {train_file: "preferences"},
-                   f"The demonstration's are made by: {config.command('prepare_chat.py')}")
+    source = find_folder(config.init_from or Path(config.out_dir) / "sft")
     # What is asked of the settings and the pairs, before the folder is bound to them.
+    refuse_once(setup, *weight_problems(config.dimensions))
+    weights = shares(config.dimensions)
     policy, tokenizer = read_model(source, attention=config.attention)
-    context = policy.config.block_size
-    train, too_long = read_rankings(train_file, tokenizer, context)
-    train = train[:config.max_rankings or None]
-    held_out = {}
-    for name in ("val", "control"):
-        if (file := data / f"preferences_{name}.jsonl").exists():
-            held_out[name], left_out = read_rankings(file, tokenizer, context)
-            if not held_out[name]:
-                refuse_once(setup, f"{file}: all {left_out} lines are longer than the model's {context} tokens")
-            elif left_out:
-                setup.say(f"note: {file}: {left_out} lines are longer than the model's {context} tokens: left out")
-    problems = config.below_one("batch_size", "window", "micro_batch_size", "epochs", "max_new_tokens", "log_every")
-    problems += config.outside(sft_samples=(2,), max_rankings=(0,), along_until=(0, 1), control_ratio=(1.01,))
-    problems += batch_problems(train_file, train, too_long, context, config, setup)
-    refuse_once(setup, *problems, *optimiser_problems(config))
-    run, lock = open_run(config, "reward", setup, model=source, preferences=train_file)
+    path, train, left_out, held_out, problems = read_files(config, tokenizer, policy.config.block_size, setup,
+                                                           ["val", "control"], weights)
+    problems += config.below_one("max_new_tokens")
+    problems += config.outside(sft_samples=(2,), along_until=(0, 1), control_ratio=(1.01,))
+    without = weights.keys() - {ranking["dimension"] for ranking in train}
+    if without and "" not in {ranking["dimension"] for ranking in train}:
+        problems.append(f"{path} says nothing about {', '.join(sorted(without))}: that head would stay as it was drawn")
+    refuse_once(setup, *problems)
+    run, lock = open_run(config, "reward", setup, model=source, preferences=path)
     if lock is None:
         return
 
-    # 2. The starting model's trunk once more, under a head of one number.
-    model, _ = read_model(source, kind="scalar", attention=config.attention)
+    # 2. The starting model's trunk once more, under a head of one number, or of one for each dimension.
+    model, _ = read_model(source, kind="scalar", dimensions=weights, attention=config.attention)
     model.to(setup.device).eval()                                          # dropout would be noise in a difference
 
     # 3. What it will cost.
-    per_epoch, rest = divmod(len(train), config.batch_size)
-    train = train[:per_epoch * config.batch_size]                          # a short step would weigh its answers more
-    steps, lengths = config.epochs * per_epoch, np.array([longest(ranking) for ranking in train])
-    pairs = sum(i < j for ranking in train for i, j in combinations(ranking["level"], 2))
-    setup.say(f"reward: {len(train):,} rankings ({too_long} too long, {rest} more fill no step), {pairs:,} pairs; "
-              f"{steps} steps of {config.batch_size} rankings; "
+    usable = len(train)
+    train, steps, batch_of = planned(train, config)
+    pairs = len(pairs_of(train)[0])
+    setup.say(f"reward: {len(train):,} rankings ({len(left_out)} left out, {usable - len(train)} more fill no step), "
+              f"{pairs:,} pairs; {steps} steps of {config.batch_size} rankings; "
               f"{sum(p.numel() for p in model.parameters()):,} parameters on {setup.device}, {setup.dtype}")
+    named = {ranking["dimension"] for ranking in train} - {""}
+    if named and not weights:
+        setup.say(f"note: pairs of {len(named)} dimensions ({', '.join(map(printable, sorted(named)))}) train one score; "
+                  "--dimensions gives each its own")
 
     # 4. Training, from wherever the last full checkpoint stands.
     optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay)
@@ -260,30 +285,19 @@ def learn(config, setup, alive):
     wrapped = wrap(model, setup)
     state = checkpoint.resume(run, modules, moments, setup) or {"step": 0}
     first, warmup = state["step"], int(config.warmup_share * steps)
-    plan_of = lru_cache(1)(partial(steps_by_length, lengths, config.batch_size, config.window, config.seed))
     monitor = Monitor(run, setup, steps, first, label="reward")
     for step in range(first, steps):
         lr = lr_at(step, steps, config.learning_rate, warmup, "linear", final=0.0)
-        batch = [train[i] for i in plan_of(step // per_epoch)[step % per_epoch]]
-        model.zero_grad(set_to_none=True)
         sums = torch.zeros(2, device=setup.device)                         # loss, share of pairs ranked right
         share = max(0.0, 1 - step / (config.along_until * steps)) if config.along_until else 0.0
-        for micro in accumulate(micro_batches(batch, setup, config.micro_batch_size), wrapped):
+        for micro in accumulate(micro_batches(batch_of(step), setup, config.micro_batch_size), wrapped):
             with setup.autocast():
                 along = score_rankings(wrapped, micro, tokenizer.pad_id, setup.device)
                 loss, right = losses(along, micro, share, config.centring)
                 # Summed over the global step's rankings, divided by their number. DDP averages over ranks: * world.
                 (loss.sum() * setup.world / config.batch_size).backward()
             sums += torch.stack([loss.sum(), right.sum()]).detach()
-        norm = clip(model.parameters(), config.grad_clip).item()
-        loss, accuracy = (all_sum(sums, setup) / config.batch_size).tolist()
-        if not math.isfinite(loss + norm):
-            refuse_once(setup, f"step {step}: loss {loss}, gradient norm {norm}: nothing that could be learned from. "
-                        f"The last checkpoint in {run} is as it was; lower --learning_rate, or use --dtype=fp32, in "
-                        "another --out_dir")
-        for optimizer in optimizers:
-            set_lr(optimizer, lr)
-            optimizer.step()
+        (loss, accuracy), norm = take_step(model, optimizers, lr, sums, step, run, config, setup)
         monitor.advance()
         done = step + 1
         if done % config.log_every == 0 or done == steps:
@@ -295,7 +309,7 @@ def learn(config, setup, alive):
     monitor.close()
 
     # 5. What it knows: on pairs that it has not seen, and on pairs that differ in nothing but length.
-    result = {"train_rankings": len(train), "train_pairs": pairs, "steps": steps}
+    result = {"train_rankings": len(train), "train_pairs": pairs, "steps": steps, "dimensions": weights}
     for name, rankings in held_out.items():
         scores = score_all(model, rankings, tokenizer.pad_id, setup, config.micro_batch_size)
         result[name] = (report(rankings, scores) if name == "val"
@@ -306,10 +320,11 @@ def learn(config, setup, alive):
     prompts = [ranking["dialogues"][0][:ranking["prompt"]] for ranking in picked]
     policy.to(setup.device).eval()
     result["sft_samples"] = standardise(model, policy, prompts, tokenizer, config, setup)
-    folder = checkpoint.save_light(run, steps, model, tokenizer, setup, {"config_hash": config.hash})
+    facts = {"config_hash": config.hash, "sft_samples": result["sft_samples"]}
+    folder = checkpoint.save_light(run, steps, model, tokenizer, setup, facts)
     if setup.is_main:
         write_json(run / "result.json", result)
-        show(result, folder)
+        show(result, folder, list(weights))
     finish(setup)
 
 

@@ -60,16 +60,21 @@ from engine.loss import logprobs
 from engine.monitor import Monitor
 from engine.optim import adamw, clip, lr_at, optimiser_problems, set_lr
 from engine.parallel import accumulate, all_sum, finish, my_share, start, wrap
+from engine.rankings import shares, weight_problems
 from engine.run import end_step, open_run, refuse_missing, refuse_once
 from engine.shards import step_blocks
+from techniques import lora
 
 data_dir = "data/demo"         # its chat/ holds the prompts
 out_dir = "out/demo"           # reads out_dir/sft and out_dir/reward, writes into out_dir/ppo
 policy_from = ""               # folder of the model to start from; empty: out_dir/sft
 reward_from = ""               # folder of the reward model; empty: out_dir/reward
+dimensions: dict = {}          # {name: weight} of its heads; {}: those it was trained with
 seed = 1                       # of prompts, samples and minibatches
 device = "auto"                # 'auto', 'cpu', 'cuda'
 dtype = "auto"                 # of the matrix products: 'auto' (fp32 on a CPU), 'bf16', 'fp32'
+lora_rank = 0                  # above 0: only differences of that rank are learned, with a ten times larger learning rate
+lora_alpha = 16.0              # they are multiplied by alpha / rank, see techniques/lora.py
 threads = 0                    # of a CPU; 0: the cores of the machine, shared by its processes
 deterministic = True           # the same bits in every run
 attention = "flash"            # 'flash' or 'fp32'; the explicit one is the faster one for short rows on a CPU
@@ -140,7 +145,7 @@ def roll_out(policy, prompts, tokenizer, config, seed, setup):
     top_k and top_p stay out of the call. With them, what is drawn would come from another distribution than the one
     that is scored; the ratio does not show it (old and new are both scored in full), only the entropy identity does."""
     stops = chat.stop_ids(tokenizer)
-    with setup.autocast():
+    with setup.autocast(), lora.merged(policy):
         answers = generate(policy, prompts, config.max_new_tokens, stops, temperature=config.temperature, seed=seed)
     before, behind = max(map(len, prompts)), max(map(len, answers.ids))
     ids = torch.full((len(prompts), before + behind), tokenizer.pad_id)
@@ -186,6 +191,24 @@ def judge(policy, reference, value, reward, batch, config, setup):
             parts.append((answer_scores(reward, batch, rows), old, answer_logprobs(reference, batch, rows, config),
                           answer_values(value, batch, rows) if value else torch.zeros_like(old), entropies))
     return tuple(torch.cat(column) for column in zip(*parts))
+
+
+class WithoutLora:
+    """The reference of a policy that learns a LoRA: the same weights, the difference switched off. It needs no memory."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def __call__(self, *args, **more):
+        layers = list(lora.layers_of(self.policy).values())
+        kept = [layer.lora_A for layer in layers]
+        try:
+            for layer in layers:
+                layer.lora_A = None
+            return self.policy(*args, **more)
+        finally:
+            for layer, a in zip(layers, kept):
+                layer.lora_A = a
 
 
 def critic_from(reward):
@@ -270,7 +293,7 @@ def seed_of(*parts):
 
 # --- Self-check ------------------------------------------------------------------------------------------------------
 
-def self_check(policy, reference, value, reward, batch, judged, config, setup, fresh):
+def self_check(policy, reference, reward, batch, judged, config, setup, fresh):
     """The identities that hold before the first step, whatever the task. Ends the run with what is probably wrong."""
     scores, old, ref, values, _ = judged
     exact = setup.dtype == torch.float32
@@ -301,7 +324,7 @@ def self_check(policy, reference, value, reward, batch, judged, config, setup, f
         setup.say(f"warning: -log p of the samples is {errors:+.1f} standard errors from the entropy; by chance that "
                   "happens 1 time in 370")
 
-    for name, moved in padding_gaps(policy, value, reward, batch, config, setup).items():
+    for name, moved in padding_gaps(policy, reward, batch, config, setup).items():
         if moved > (1e-3 if exact else 0.2):
             problems.append(
                 f"five more padding tokens on the left change the {name} by up to {moved:.2g}. Probably padding is "
@@ -324,12 +347,13 @@ def entropy_identity(policy, batch, config, setup):
 
 
 @torch.no_grad()
-def padding_gaps(policy, value, reward, batch, config, setup, extra=5):
-    """-> {name: gap}: how far log-probabilities, values and scores of a few answers move with padding before them."""
+def padding_gaps(policy, reward, batch, config, setup, extra=5):
+    """-> {name: gap}: how far log-probabilities, values and scores of a few answers move with padding before them. Values:
+    those that the critic's way of reading gives of the reward model, since the critic still says 0 to everything."""
     rows = torch.arange(min(4, len(batch.ids)), device=batch.ids.device)
     padded = replace(batch, ids=pad(batch.ids, (extra, 0)), mask=pad(batch.mask, (extra, 0)))
     with setup.autocast():
-        found = [(answer_logprobs(policy, version, rows, config), answer_values(value or reward, version, rows),
+        found = [(answer_logprobs(policy, version, rows, config), answer_values(reward, version, rows),
                   answer_scores(reward, version, rows)) for version in (batch, padded)]
     masks = {"log-probabilities": batch.answer[rows], "values": batch.answer[rows], "scores": rows >= 0}
     return {name: rl.largest(a - b, mask) for (name, mask), a, b in zip(masks.items(), *found)}
@@ -436,6 +460,7 @@ def problems_of(config, setup):
                               "kl_horizon")
     found += config.outside(temperature=(0.01,), gamma=(0, 1), lam=(0, 1), clip_range=(0,), value_clip_range=(0,),
                             kl_coef=(0,), kl_target=(0,)) + optimiser_problems(config)
+    found += weight_problems(config.dimensions) + lora.problems(config.lora_rank, config.lora_alpha, 0.0, lora.LINEARS)
     if config.eval_prompts < setup.world:
         found.append(f"eval_prompts = {config.eval_prompts}: expected at least one for each of {setup.world} processes")
     return found
@@ -457,7 +482,13 @@ def read_models(config, setup):
     if reward.config.block_size < policy.config.block_size:
         found.append(f"{theirs} reads {reward.config.block_size} tokens, "
                      f"{ours} writes up to {policy.config.block_size}")
+    weights = config.dimensions or reward.dimensions
+    if unknown := weights.keys() - reward.dimensions.keys():
+        found.append(f"dimensions: {theirs} has no head for {', '.join(sorted(unknown))}; it has "
+                     f"{', '.join(reward.dimensions) or 'one without a name'}")
     refuse_once(setup, *found)
+    if weights:
+        reward.add_up({name: shares(weights).get(name, 0.0) for name in reward.dimensions})
     return policy, reward, tokenizer, {"model": ours, "reward": theirs}
 
 
@@ -495,12 +526,19 @@ def ppo(config, setup, alive):
     # probabilities would be noise.
     policy.to(setup.device).eval()
     reward.to(setup.device).eval().requires_grad_(False)
-    reference = copy.deepcopy(policy).requires_grad_(False)
     value = None if config.group else critic_from(reward)
-    size, learners = policy.n_params(), 1 if config.group else 2
-    setup.say(f"ppo: {learners + 2} networks of {size:,} parameters, {size * (learners * 16 + 2 * 4) / 2**20:,.0f} MiB: "
-              f"policy{'' if config.group else ' and critic'} with gradients and Adam's moments, reference and reward "
-              f"frozen; on {setup.device}, {setup.dtype}\n"
+    if config.lora_rank:
+        reference = WithoutLora(lora.add(policy, config.lora_rank, config.lora_alpha, seed=config.seed))
+        if value:
+            lora.add(value, config.lora_rank, config.lora_alpha, seed=config.seed).score.requires_grad_(True)
+    else:
+        reference = copy.deepcopy(policy).requires_grad_(False)
+    held = [network for network in (policy, value, reward, reference) if isinstance(network, torch.nn.Module)]
+    bytes_of = lambda p: p.nbytes * (4 if p.requires_grad else 1)          # with its gradient and Adam's two moments
+    memory = sum(bytes_of(p) for network in held for p in network.parameters())
+    setup.say(f"ppo: {len(held)} networks of {policy.n_params():,} parameters, {memory / 2**20:,.0f} MiB: policy"
+              f"{' and critic' if value else ''} with gradients and Adam's moments, reward model and reference frozen"
+              f"{' (the reference is the policy without its LoRA)' if config.lora_rank else ''}; on {setup.device}, {setup.dtype}\n"
               f"ppo: {len(prompts):,} prompts ({long} too long), {len(held_out)} held out; {config.updates} updates of "
               f"{config.episodes} answers, {config.epochs} epochs of {config.minibatches} minibatches")
 
@@ -552,7 +590,7 @@ def ppo(config, setup, alive):
         # 5. Self-check, before anything is learned.
         check = config.self_check and update == first
         if check:
-            self_check(policy, reference, value, reward, batch, judged, config, setup, fresh=update == 0)
+            self_check(policy, reference, reward, batch, judged, config, setup, fresh=update == 0)
 
         # 6. Improve.
         before = {"logprobs": old, "values": values, "advantages": whitened, "returns": returns, "ref_logprobs": ref,
@@ -576,12 +614,14 @@ def ppo(config, setup, alive):
         leaving = alive.leaving()
         if done < config.updates:
             facts = {"kl_coef": kl_coef, "before": at_start}
-            end_step(run, done, config.updates, config, modules, moments, tokenizer, facts, setup, monitor, leaving)
+            end_step(run, done, config.updates, config, modules, moments, tokenizer, facts, setup, monitor, leaving,
+                     plain=lora.merged)
     monitor.close()
 
     # What has come of it, on the held-out prompts.
     after = evaluate(policy, reference, value, reward, held_out, tokenizer, config, setup)
-    folder = checkpoint.save_light(run, config.updates, policy, tokenizer, setup, {"config_hash": config.hash})
+    with lora.merged(policy):
+        folder = checkpoint.save_light(run, config.updates, policy, tokenizer, setup, {"config_hash": config.hash})
     result = {"updates": config.updates, "episodes": config.episodes, "before": at_start, "after": after,
               **verdict(at_start, after, config)}
     if setup.is_main:

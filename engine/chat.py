@@ -15,13 +15,9 @@ A conversation is one line of JSON:
 An optional system message comes first, then user and assistant take turns, and the assistant has the last word.
 `weight`, on assistant messages only, is a number from 0 to 1e9 for the whole message (0: not trained), or a list of
 spans [[start, end, weight], ...] over the characters of the content; what lies in no span weighs 1. Lines in other usual
-forms are read as well (`as_messages`). A preference is
-
-    {"prompt": messages, "chosen": text, "rejected": text, "margin"?: number >= 0, ...}
-    {"prompt": messages, "ranked": [text, ...], ...}          best first; equally good ones as a list among them
-
-and a prompt is {"messages": messages}, where in both the user has the last word. Other keys beside these are kept as
-they are. Every line is checked before anything is used, and all bad lines are reported together.
+forms are read as well (`as_messages`). A prompt is {"messages": messages}, where the user has the last word. Other keys
+beside these are kept as they are. Every line is checked before anything is used, and all bad lines are reported together.
+Preferences: engine/rankings.py.
 """
 
 import json
@@ -169,35 +165,6 @@ def as_messages(entry):
 def read_prompts(path):
     """-> list of dicts with "messages" that end with the user's. Refuses like read_conversations."""
     return read_lines(path, lambda entry: wrong_messages(entry, "messages", last="user"))
-
-
-def read_preferences(path):
-    """-> list of dicts with "prompt", "ranked" and what else the line had. `ranked` is a list of lists of texts: best
-    first, and what stands in one list is equally good. A pair has become the ranking [[chosen], [rejected]]."""
-    entries = [{**entry, "ranked": _levels(entry)} for entry in read_lines(path, _wrong_preference)]
-    return [{key: value for key, value in entry.items() if key not in ("chosen", "rejected")} for entry in entries]
-
-
-def _levels(entry):
-    """The texts of a preference, those of one worth in a list; none when `ranked` is no list."""
-    ranked = entry.get("ranked", [[entry.get("chosen")], [entry.get("rejected")]])
-    return [texts if isinstance(texts, list) else [texts] for texts in ranked] if isinstance(ranked, list) else []
-
-
-def _wrong_preference(entry):
-    wrong = wrong_messages(entry, "prompt", last="user")
-    if not _is_weight(entry.get("margin", 0)):
-        wrong.append(f"margin must be a number from 0 to 1e9, found {short(entry['margin'])}")
-    if "ranked" in entry and ("chosen" in entry or "rejected" in entry):
-        wrong.append("has ranked and chosen or rejected; it can only be one of the two forms")
-    levels = _levels(entry)
-    texts = sum(levels, [])
-    if len(levels) < 2 or not all(levels) or not all(map(_is_text, texts)):
-        wrong.append("chosen and rejected, or the two or more members of ranked, must be texts that are not empty "
-                     f"(or lists of such that are equally good), found {short(entry.get('ranked', levels))}")
-    elif len(set(texts)) < len(texts):
-        wrong.append("the same text stands there twice, which is no preference")
-    return wrong
 
 
 def wrong_messages(entry, name, last):

@@ -42,7 +42,7 @@ OPTIONAL = {"num_key_value_heads", "rope_theta", "tie_word_embeddings", "head_di
 
 # Keys that change nothing in what is computed, or that read_config reads by name. Any other one that is set is refused.
 HARMLESS = {"_attn_implementation", "_name_or_path", "architectures", "attn_implementation", "auto_map", "bos_token_id",
-            "do_sample", "dtype", "eos_token_id", "format_version", "id2label", "initializer_range", "is_llama_config",
+            "dimensions", "do_sample", "dtype", "eos_token_id", "format_version", "id2label", "initializer_range", "is_llama_config",
             "label2id", "max_length", "max_window_layers", "model_type", "num_labels", "pad_token_id", "pretraining_tp",
             "problem_type", "return_dict", "temperature", "top_p", "torch_dtype", "transformers.js_config",
             "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache"}
@@ -80,13 +80,15 @@ def load_model(path, kind="lm", dtype=torch.float32):
     return model.to(dtype), tokenizer
 
 
-def read_model(folder, kind="lm", **settings):
+def read_model(folder, kind="lm", dimensions=None, **settings):
     """load_model for a folder that find_folder has given: its files are not compared with their checksums again.
 
-    kind: 'lm' -> Llama, 'scalar' -> ScalarModel (its head is drawn anew when the folder has none). settings: what a
-    folder does not say, attention and dropout. -> (model, tokenizer)"""
+    kind: 'lm' -> Llama, 'scalar' -> ScalarModel (its head is drawn anew when the folder has none) with these dimensions,
+    or those of the folder. settings: what a folder does not say, attention and dropout. -> (model, tokenizer)"""
     config = replace(read_config(folder), **settings)
-    model = (Llama if kind == "lm" else ScalarModel)(config)
+    if dimensions is None:
+        dimensions = read_json(Path(folder) / "config.json").get("dimensions")
+    model = Llama(config) if kind == "lm" else ScalarModel(config, dimensions)
     load_weights(model, folder)
     tokenizer = Tokenizer.load(folder)
     if kind == "lm":
@@ -277,8 +279,8 @@ def lengthen(shape, length, scaling, source, key="block_size"):
     return shape
 
 
-def write_config(folder, config, tokenizer, dtype, lm=True):
-    """config.json and, for a language model, generation_config.json."""
+def write_config(folder, config, tokenizer, dtype, lm=True, dimensions=None):
+    """config.json and, for a language model, generation_config.json. dimensions: a reward model's."""
     family, window, scaling = family_of(config), config.sliding_window, config.rope_scaling
     refuse(*inexpressible(config))
     name = FAMILIES[family] + ("ForCausalLM" if lm else "ForSequenceClassification")
@@ -296,7 +298,8 @@ def write_config(folder, config, tokenizer, dtype, lm=True):
         theirs.update(use_sliding_window=window > 0, max_window_layers=0 if window else config.n_layer)
     theirs.update(bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id,
                   torch_dtype=str(dtype).removeprefix("torch."), initializer_range=0.02)
-    write_json(Path(folder) / "config.json", theirs if lm else {**theirs, "num_labels": 1})
+    write_json(Path(folder) / "config.json", theirs if lm else {
+        **theirs, "num_labels": max(1, len(dimensions or {})), "dimensions": dimensions or {}})
     if lm:
         write_json(Path(folder) / "generation_config.json",
                    {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id,
@@ -321,7 +324,8 @@ def save_model(folder, model, tokenizer, tensors=None):
     """Writes a Hugging Face folder. Called with a folder that nobody reads yet (see checkpoint.save_light).
     tensors: {name: the whole parameter, on the CPU}, where the model holds parts only."""
     folder = Path(folder)
-    write_config(folder, model.config, tokenizer, next(model.parameters()).dtype, isinstance(model, Llama))
+    write_config(folder, model.config, tokenizer, next(model.parameters()).dtype, isinstance(model, Llama),
+                 getattr(model, "dimensions", None))
     tokenizer.save(folder)
 
     ours = tensors or {name: p.detach().cpu() for name, p in model.named_parameters()}

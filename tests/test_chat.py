@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from engine.chat import coloured, read_conversations, read_preferences, read_prompts, render, stop_ids
+from engine.chat import coloured, read_conversations, read_prompts, render, stop_ids
 from engine.tokenizer import BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer
 
 
@@ -213,7 +213,7 @@ def test_long_lists_of_bad_lines_are_cut_and_counted(tmp_path, capsys):
 
 def test_empty_and_missing_files(tmp_path, capsys):
     assert "is empty" in refused(read_conversations, lines(tmp_path, b""), capsys)
-    assert "cannot be read" in refused(read_preferences, tmp_path / "none.jsonl", capsys)
+    assert "cannot be read" in refused(read_conversations, tmp_path / "none.jsonl", capsys)
     assert "cannot be read" in refused(read_prompts, tmp_path, capsys)
 
 
@@ -221,36 +221,6 @@ def test_prompts_end_with_the_user(tmp_path, capsys):
     assert read_prompts(lines(tmp_path, {"messages": [USER]})) == [{"messages": [USER]}]
     said = refused(read_prompts, lines(tmp_path, {"messages": [USER, ANSWER]}), capsys)
     assert "must end with a message of the user" in said
-
-
-def test_preferences(tmp_path):
-    plain = {"prompt": [USER], "chosen": "yes", "rejected": "no", "dimension": "truth", "margin": 2, "subject": "x"}
-    ranked = {"prompt": [USER, ANSWER, USER], "ranked": ["a", ["b", "c"], "d"], "margin": 1}
-    read = read_preferences(lines(tmp_path, plain, ranked))
-    assert read[0] == {"prompt": [USER], "dimension": "truth", "margin": 2, "subject": "x", "ranked": [["yes"], ["no"]]}
-    assert read[1] == {**ranked, "ranked": [["a"], ["b", "c"], ["d"]]}
-
-
-@pytest.mark.parametrize("bad, reason", [
-    ({"chosen": "a", "rejected": "b"}, "prompt must be a list"),
-    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "found 'q'"),
-    ({"prompt": [USER, ANSWER], "chosen": "a", "rejected": "b"}, "message of the user"),
-    ({"prompt": [USER], "chosen": "a"}, "must be texts"),
-    ({"prompt": [USER], "chosen": "a", "rejected": ""}, "not empty"),
-    ({"prompt": [USER], "chosen": ["a"], "rejected": "b"}, "must be texts"),
-    ({"prompt": [USER], "chosen": "a", "rejected": "a"}, "no preference"),
-    ({"prompt": [USER], "ranked": ["a"]}, "two or more"), ({"prompt": [USER], "ranked": ["a", 1]}, "members of ranked"),
-    ({"prompt": [USER], "ranked": ["a", "b", "a"]}, "no preference"),
-    ({"prompt": [USER], "ranked": ["a", ["b", "a"]]}, "no preference"),
-    ({"prompt": [USER], "ranked": [["a", "b"]]}, "two or more"), ({"prompt": [USER], "ranked": ["a", []]}, "two or more"),
-    ({"prompt": [USER], "ranked": "ab"}, "two or more"), ({"prompt": [USER], "ranked": ["a", [["b"]]]}, "two or more"),
-    ({"prompt": [USER], "ranked": ["a", "b"], "chosen": "a"}, "only be one"),
-    ({"prompt": [USER], "chosen": "a", "rejected": "b", "margin": -1}, "margin"),
-    ({"prompt": [USER], "answer": "a", "grades": {"truth": 3}}, "chosen and rejected"),
-])
-def test_bad_preferences(bad, reason, tmp_path, capsys):
-    said = refused(read_preferences, lines(tmp_path, {"prompt": [USER], "chosen": "a", "rejected": "b"}, bad), capsys)
-    assert reason in said and "line 2: " in said
 
 
 @pytest.mark.parametrize("form, expected", [

@@ -16,6 +16,7 @@ from engine import rl
 from engine.loss import logprobs
 from engine.monitor import read_log
 from engine.rankings import read_rankings
+from planted import passes, plant
 from safetensors.torch import load_file
 from small import ALONE, ROOT
 
@@ -108,13 +109,13 @@ def test_the_cut_changes_nothing_and_a_run_that_was_asked_to_leave_goes_on_exact
     whole = run(world, tmp_path / "a")
     cut = run(world, tmp_path / "b", "--micro_batch_size=1")
     assert [r["loss"] for r in steps_of(cut)] == pytest.approx([r["loss"] for r in steps_of(whole)], abs=2e-5)
-    real, calls = dpo.clip, []
+    real, calls = dpo.take_step, []
     def asked(*words):
         calls.append(words)
         if len(calls) == 5:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*words)
-    monkeypatch.setattr(dpo, "clip", asked)
+    monkeypatch.setattr(dpo, "take_step", asked)
     with pytest.raises(SystemExit) as left:
         run(world, tmp_path / "c")
     assert left.value.code == 75 and len(calls) == 5
@@ -157,3 +158,27 @@ def test_bad_settings_are_told_all_at_once(world, tmp_path, capsys):
         run(world, tmp_path, "--beta=0", "--loss=kto", "--label_smoothing=0.7", "--anchor=-1", "--batch_size=1000")
     said = capsys.readouterr().err
     assert stop.value.code == 2 and all(word in said for word in ("beta", "'kto'", "label_smoothing", "anchor", "batch_size = 1000"))
+
+
+MISTAKES = {
+    "the prompt is summed along": (dpo, "answer_logprobs", "(place >= prompts[:, None]) & ", "", test_what_is_summed),
+    "<|end|> is left out": (dpo, "answer_logprobs", "place < lengths[:, None]", "place < lengths[:, None] - 1", test_what_is_summed),
+    "a mean over tokens": (dpo, "answer_logprobs", "index_add(0, rows, -losses)",
+                           "index_add(0, rows, -losses) / rows.bincount(minlength=len(dialogues))", test_what_is_summed),
+    "a token predicts itself": (dpo, "answer_logprobs", "ids[:, 1:][keep]", "ids[:, :-1][keep]", test_what_is_summed),
+    "the policy is its own reference": (
+        dpo, "losses", 'torch.cat([ranking["reference"] for ranking in rankings]).to(sums)', "sums.detach()", test_gradients_of_a_ranking_by_hand),
+    "no reference": (
+        dpo, "losses", ' - torch.cat([ranking["reference"] for ranking in rankings]).to(sums)', "", test_gradients_of_a_ranking_by_hand),
+    "the rejected one is chosen": (rl, "dpo_loss", "chosen - rejected\n", "rejected - chosen\n", test_the_loss_by_hand),
+    "beta is forgotten": (rl, "dpo_loss", "F.logsigmoid(beta * margin) - smoothing", "F.logsigmoid(margin) - smoothing", test_the_loss_by_hand),
+    "all labels are smoothed away": (rl, "dpo_loss", "-(1 - smoothing)", "-smoothing", test_the_loss_by_hand),
+    "IPO wants twice the margin": (rl, "dpo_loss", "1 / (2 * beta)).square", "1 / beta).square", test_the_loss_by_hand),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_no_mistake_survives(mistake, request, monkeypatch):
+    module, name, old, new, test = MISTAKES[mistake]
+    plant(monkeypatch, module, name, old, new)
+    assert not passes(test, request)

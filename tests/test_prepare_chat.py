@@ -13,7 +13,7 @@ import prepare_chat
 from chatdata import kinds, pages, remark
 from chatdata.baselines import baselines
 from configurator import configure
-from engine import chat
+from engine import chat, rankings
 from engine.files import write_json
 
 PAGE = """textwrap
@@ -235,7 +235,7 @@ def test_files_follow_the_contracts(made):
     assert chat.read_conversations(folder / "conversations_train.jsonl")
     assert all(len(entry["messages"]) == 2 for entry in chat.read_conversations(folder / "conversations_val.jsonl"))
     for name in ("train", "val", "control"):
-        assert chat.read_preferences(folder / f"preferences_{name}.jsonl")
+        assert rankings.read_preferences(folder / f"preferences_{name}.jsonl")[1] == []
     assert len(chat.read_prompts(folder / "prompts_train.jsonl")) == 100
     index = json.loads((folder / "index.json").read_text())
     assert index["lines"]["preferences_control"] >= 400

@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -13,10 +14,12 @@ import pytest
 import torch
 
 import reward
+import rlhf
 import toy
 from engine import checkpoint, hf, rankings, rl
 from engine.monitor import read_log
 from model import ScalarModel
+from planted import passes, plant
 from small import ALONE, ROOT
 
 
@@ -47,8 +50,7 @@ def config_of(world, out, *more):
 
 
 def rankings_of(world, words, name="train"):
-    rankings, _ = reward.read_rankings(world / "data" / "chat" / f"preferences_{name}.jsonl", words, 128)
-    return rankings
+    return rankings.read_rankings(world / "data" / "chat" / f"preferences_{name}.jsonl", words, 128)[0]
 
 
 def final(model, dialogues, pad_id):
@@ -59,8 +61,8 @@ def final(model, dialogues, pad_id):
 
 def test_a_score_depends_on_its_own_dialogue_only(world, words):
     """Alone, in a batch with longer ones, padded left or right: the same number. And it is read at the last token."""
-    model, rankings = scalar(words), rankings_of(world, words)
-    rows = [ranking["dialogues"][0] for ranking in rankings[:6]]
+    model, read = scalar(words), rankings_of(world, words)
+    rows = [ranking["dialogues"][0] for ranking in read[:6]]
     assert len({len(row) for row in rows}) > 1
     together = final(model, rows, words.pad_id)
     alone = torch.cat([final(model, [row], words.pad_id) for row in rows])
@@ -132,8 +134,8 @@ def test_ranks_share_the_rankings(world, words):
 # -------------------------------------------------------------------------------------------------------------- losses
 
 def ranking(*lengths, level=None, margin=0.0, prompt=2):
-    return {"dialogues": [[0] * (prompt + n) for n in lengths], "prompt": prompt, "margin": margin,
-            "level": level or list(range(len(lengths)))}
+    return {"dialogues": [[0] * (prompt + n) for n in lengths], "prompt": prompt, "margin": margin, "dimension": "",
+            "level": level or list(range(len(lengths))), "worth": [math.nan] * len(lengths)}
 
 
 def test_pairs_are_all_of_different_level():
@@ -168,17 +170,17 @@ def test_equally_good_answers_are_not_compared():
 # ------------------------------------------------------------------------------------------------------------ reports
 
 def test_gaps_are_numbers_or_unknown():
-    found = [rankings.gap_of({"scores": {"chosen": 3, "rejected": other}, "margin": 7}) for other in (1, 10 ** 400, None, "1")]
-    assert found == [2, 7, 7, 7] and math.isnan(rankings.gap_of({}))
+    worth = [rankings._worth({"scores": {"chosen": 3, "rejected": other}, "margin": 7}) for other in (1, 10 ** 400, None, "1")]
+    assert [a - b for a, b in worth] == [2, 7, 7, 7] and math.isnan(sum(rankings._worth({})))
 
 
 def test_report_by_margin_with_ties():
-    rankings = [{**ranking(1, 1), "gap": gap} for gap in (0.5, 0.9, 1.2, 3.0, math.nan)]
-    found = reward.report(rankings, torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0, 3.0, 1.0, 0.0, 0.0, 0.0]))
+    pairs = [{**ranking(1, 1), "worth": [gap, 0.0]} for gap in (0.5, 0.9, 1.2, 3.0, math.nan)]
+    found = reward.report(pairs, torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0, 3.0, 1.0, 0.0, 0.0, 0.0]))
     assert found["accuracy"] == pytest.approx((1 + 0.5 + 0 + 1 + 0.5) / 5) and found["pairs"] == 5
     buckets = [(bucket["from"], bucket["pairs"], bucket["accuracy"]) for bucket in found["by_margin"]]
     assert buckets == [(0.0, 2, 0.75), (1.0, 1, 0.0), (2.0, 1, 1.0)]
-    found = reward.report([{**ranking(1, 1, 1), "gap": math.nan}], torch.tensor([1.0, 2.0, 0.0]))
+    found = reward.report([ranking(1, 1, 1)], torch.tensor([1.0, 2.0, 0.0]))
     assert (found["pairs"], found["by_margin"]) == (3, []) and found["accuracy"] == pytest.approx(2 / 3)
 
 
@@ -197,10 +199,103 @@ def test_both_forms_of_lines_and_margins(tmp_path, words):
     toy.write_lines(tmp_path / "p.jsonl", [{"prompt": prompt, "ranked": ["a", ["bb", "ccc", "x" * 300]], "scores": [1]},
                                            {"prompt": prompt, "chosen": "a", "rejected": "b", "margin": 0.5},
                                            {"prompt": prompt, "chosen": "x" * 300, "rejected": "b"}])
-    rankings, too_long = reward.read_rankings(tmp_path / "p.jsonl", words, 100)
-    answers = [[words.decode(d[ranking["prompt"]:]) for d in ranking["dialogues"]] for ranking in rankings]
-    assert answers == [["a", "bb", "ccc"], ["a", "b"]] and [r["level"] for r in rankings] == [[0, 1, 1], [0, 1]]
-    assert [ranking["margin"] for ranking in rankings] == [0.0, 0.5] and too_long == 1
+    read, left_out = rankings.read_rankings(tmp_path / "p.jsonl", words, 100)
+    answers = [[words.decode(d[ranking["prompt"]:]) for d in ranking["dialogues"]] for ranking in read]
+    assert answers == [["a", "bb", "ccc"], ["a", "b"]] and [r["level"] for r in read] == [[0, 1, 1], [0, 1]]
+    assert [ranking["margin"] for ranking in read] == [0.0, 0.5] and "What?" in left_out[0] and len(left_out) == 1
+
+
+# --------------------------------------------------------------------------------------------------------- dimensions
+
+def several(words, names=("truth", "tone", "form")):
+    """A reward model with a head for each of three things."""
+    one = scalar(words)
+    made = ScalarModel(one.config, {name: 1 / len(names) for name in names}).init_weights(3).eval()
+    made.model.load_state_dict(one.model.state_dict())
+    made.score.bias.data = torch.tensor([0.3, -1.0, 2.0])
+    return made
+
+
+def test_a_pair_of_one_dimension_moves_that_head_alone_and_one_without_all_of_them(world, words):
+    read = rankings_of(world, words)[:3]
+    for which, heads in ((0, [0.0, 1.0, 0.0]), (1, [0.0, 0.0, 1.0]), (2, [0.5, -0.25, 0.25])):
+        model = several(words)
+        one = {**read[which], "heads": heads}
+        along = reward.score_rankings(model, [one], words.pad_id, "cpu")
+        alone = reward.scores_along(model, one["dialogues"], [one["prompt"]] * 4, words.pad_id, "cpu")
+        torch.testing.assert_close(along, (alone * torch.tensor(heads)).sum(-1))
+        reward.losses(along, [one], 0.0)[0].sum().backward()
+        moved = model.score.weight.grad.norm(dim=1)
+        assert [bool(norm > 1e-4) for norm in moved] == [bool(head) for head in heads]
+        assert (moved[torch.tensor(heads) == 0] == 0).all()
+
+
+def test_each_head_scores_whatever_stands_beside_the_dialogue(world, words):
+    model = several(words)
+    rows = [ranking["dialogues"][0] for ranking in rankings_of(world, words)[:6]]
+    together = final(model, rows, words.pad_id)
+    assert together.shape == (6, 3)
+    torch.testing.assert_close(together, torch.cat([final(model, [row], words.pad_id) for row in rows]), rtol=0, atol=1e-5)
+
+
+def test_the_sum_of_heads_is_a_head(world, words):
+    model = several(words)
+    rows = [ranking["dialogues"][0] for ranking in rankings_of(world, words)[:6]]
+    weights = rankings.shares({"truth": 2, "tone": -1, "form": 1})
+    assert list(weights.values()) == [0.5, -0.25, 0.25]
+    apart = final(model, rows, words.pad_id)
+    added = final(model.add_up(weights), rows, words.pad_id)
+    torch.testing.assert_close(added, apart @ torch.tensor([0.5, -0.25, 0.25]), rtol=1e-5, atol=1e-5)
+
+
+def test_accuracy_of_each_dimension_and_whether_a_certainty_is_right():
+    pairs = [{**ranking(1, 1), "dimension": name, "worth": [2.0, 0.0]} for name in ("a", "b", "a", "b", "")]
+    sure = math.log(0.95 / 0.05)                                # a difference that stands for 95 %
+    scores = torch.tensor([[sure, 0], [0, sure], [sure, 0], [0.1, 0], [sure, 0]]).flatten()
+    found = reward.report(pairs, scores)
+    assert {name: (part["pairs"], part["accuracy"]) for name, part in found["by_dimension"].items()} == {
+        "a": (2, 1.0), "b": (2, 0.5), "": (1, 1.0)}
+    told = [(bucket["pairs"], bucket["accuracy"]) for bucket in found["by_certainty"]]
+    assert told == [(1, 1.0), (4, 0.75)] and found["by_certainty"][1]["mean"] == pytest.approx(0.95)
+    expected = (abs(1 - torch.sigmoid(torch.tensor(0.1)).item()) + 4 * (0.95 - 0.75)) / 5
+    assert found["calibration_error"] == pytest.approx(expected, rel=1e-5)
+    assert "by_dimension" not in found["by_dimension"]["a"]
+
+
+def test_a_run_with_two_dimensions_that_contradict_each_other(words, world, tmp_path, capsys):
+    """The longer answer is the better one in one of them, the shorter one in the other: no single score can have both. Each
+    head learns its own, each is scaled for itself, and PPO gets their mean with the weights of the setting."""
+    rows, rng = [], random.Random(0)
+    for number in range(120):
+        long, short = "It is very clear, useful and handy. That is my view.", rng.choice(["It is dull.", "I find it neat."])
+        name = ("length", "brevity")[number % 2]
+        chosen, rejected = (long, short) if name == "length" else (short, long)
+        rows.append({"prompt": toy.question(rng), "chosen": chosen, "rejected": rejected, "dimension": name})
+    for name, some in (("train", rows[:80]), ("val", rows[80:])):
+        toy.write_lines(tmp_path / "chat" / f"preferences_{name}.jsonl", some)
+    options = [f"--data_dir={tmp_path}", "--dimensions={'length': 1, 'brevity': 3}", "--epochs=4", "--learning_rate=3e-3"]
+    reward.main(config_of(world, tmp_path, *options))
+    with pytest.raises(SystemExit):
+        reward.main(config_of(world, tmp_path, f"--data_dir={tmp_path}", "--dimensions={'length': 1, 'brevity': 1, 'wit': 1}"))
+    assert "says nothing about wit" in capsys.readouterr().err
+    result = json.loads((tmp_path / "reward" / "result.json").read_text())
+    assert [result["val"]["by_dimension"][name]["accuracy"] for name in ("brevity", "length")] == [1.0, 1.0]
+    model, _ = hf.load_model(tmp_path / "reward", kind="scalar")
+    assert model.dimensions == result["dimensions"] == {"length": 0.25, "brevity": 0.75} and len(model.score.weight) == 2
+    facts = json.loads((checkpoint.newest(tmp_path / "reward") / "training.json").read_text())
+    assert facts["sft_samples"] == result["sft_samples"] and len(facts["sft_samples"]["deviation"]) == 2
+    ids = [words.encode(row["chosen"]) for row in rows[:4]]
+    apart = final(model, ids, words.pad_id)
+    found = {}
+    for options in ([], ["--dimensions={'length': 1}"], ["--dimensions={'length': 1, 'wit': 1}"]):
+        config = toy.config_of(rlhf, f"--policy_from={world}/out/sft", f"--reward_from={tmp_path}/reward", *options)
+        if options[-1:] != ["--dimensions={'length': 1, 'wit': 1}"]:
+            found[len(options)] = final(rlhf.read_models(config, ALONE)[1], ids, words.pad_id)
+            continue
+        with pytest.raises(SystemExit):
+            rlhf.read_models(config, ALONE)
+    torch.testing.assert_close(found[0], apart @ torch.tensor([0.25, 0.75]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[1], apart[:, 0], rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------ the run
@@ -264,8 +359,8 @@ def test_interrupted_and_continued_is_the_same(world, tmp_path, monkeypatch, cap
 
 
 def test_each_epoch_has_an_order_of_its_own(world, tmp_path, monkeypatch):
-    real, epochs = reward.steps_by_length, []
-    monkeypatch.setattr(reward, "steps_by_length", lambda *args: epochs.append(args[-1]) or real(*args))
+    real, epochs = rankings.steps_by_length, []
+    monkeypatch.setattr(rankings, "steps_by_length", lambda *args: epochs.append(args[-1]) or real(*args))
     reward.main(config_of(world, tmp_path / "out", "--epochs=2", "--sft_samples=2"))
     assert epochs == [0, 1]
 
@@ -277,6 +372,7 @@ def test_each_epoch_has_an_order_of_its_own(world, tmp_path, monkeypatch):
     (["--learning_rate=-1.0", "--grad_clip=-2.0"], "grad_clip must be at least 0"),
     (["--log_every=0", "--micro_batch_size=0"], "micro_batch_size must be at least 1"),
     (["--sft_samples=1"], "sft_samples must be at least 2"),
+    (["--dimensions={'safe': 'x', 'kind': 0}"], "weight of 'safe' must be"), (["--dimensions={'kind': 0}"], "are 0"),
     (["--init_from=/nowhere"], "/nowhere"),
     (["--data_dir=/nowhere"], "prepare_chat.py")])
 def test_refusals(world, tmp_path, capsys, options, said):
@@ -288,7 +384,7 @@ def test_refusals(world, tmp_path, capsys, options, said):
 
 @pytest.mark.parametrize("line, said", [
     ({"prompt": [{"role": "user", "content": "What?"}], "ranked": [["a", "b"]]}, "two or more members"),
-    ({"prompt": [{"role": "user", "content": "x" * 300}], "chosen": "a", "rejected": "b"}, "all 1 lines are longer")])
+    ({"prompt": [{"role": "user", "content": "x" * 300}], "chosen": "a", "rejected": "b"}, "of all 1 lines nothing can be compared")])
 def test_bad_held_out_pairs_are_found_before_the_training(world, tmp_path, capsys, line, said):
     shutil.copytree(world / "data", tmp_path / "data")
     toy.write_lines(tmp_path / "data" / "chat" / "preferences_control.jsonl", [line])
@@ -326,3 +422,31 @@ def test_two_processes_learn_what_one_does(world, tmp_path):
     assert norms[0] == pytest.approx(norms[1], rel=1e-2)                   # Adam learns the same from half a gradient
     results = [json.loads((tmp_path / name / "reward" / "result.json").read_text()) for name in ("one", "two")]
     assert results[0]["val"]["accuracy"] == results[1]["val"]["accuracy"]
+
+
+MISTAKES = {
+    "the score is read from padding": (reward, "scores_along", "torch.minimum(at, last[:, None])", "at.clamp(max=width - 1)",
+                                       test_a_score_depends_on_its_own_dialogue_only),
+    "the margin is a present": (rl, "ranking_loss", "else chosen - rejected - margin", "else chosen - rejected + margin", test_loss_of_a_ranking_is_the_mean_over_its_pairs_and_of_a_pair_the_formula),
+    "the worse one is to be preferred": (rl, "ranking_loss", "-F.logsigmoid(difference)", "-F.logsigmoid(-difference)",
+                                         test_loss_of_a_ranking_is_the_mean_over_its_pairs_and_of_a_pair_the_formula),
+    "equally good ones are compared": (rankings, "pairs_of", "level[i] < level[j]", "level[i] <= level[j]", test_pairs_are_all_of_different_level),
+    "ties are wrong": (rl, "pair_accuracy", " + 0.5 * (chosen == rejected).float()", "", test_report_by_margin_with_ties),
+    "a long ranking weighs more": (rankings, "means_of_pairs", " / ranking.bincount()", "",
+                                   test_loss_of_a_ranking_is_the_mean_over_its_pairs_and_of_a_pair_the_formula),
+    "every head learns every pair": (reward, "score_rankings", "along * heads[:, None]", "along",
+                                     test_a_pair_of_one_dimension_moves_that_head_alone_and_one_without_all_of_them),
+    "scores keep their offset": (reward, "standardise", "model.score.bias.sub_(mean)", "model.score.bias",
+                                 test_scores_of_the_starting_models_answers_are_standard),
+    "certainty of the chosen one": (reward, "report", "(scores[better] - scores[worse]).abs()", "scores[better] - scores[worse]",
+                                    test_accuracy_of_each_dimension_and_whether_a_certainty_is_right),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_no_mistake_survives(mistake, request, monkeypatch):
+    module, name, old, new, test = MISTAKES[mistake]
+    plant(monkeypatch, module, name, old, new)
+    if hasattr(reward, name) and module is not reward:         # what reward.py has imported by name
+        monkeypatch.setattr(reward, name, getattr(module, name))
+    assert not passes(test, request)

@@ -3,8 +3,8 @@ rlhf.py: the identities that a correct PPO keeps and a wrong one breaks, in the 
 elsewhere.
 
 Most tests look at one roll-out of an untrained but sharp policy, with prompts of different lengths (so padding on the
-left) and answers of which some end by themselves and some are cut. The mistakes that the self-check is there for are
-planted one by one at the end.
+left) and answers of which some end by themselves and some are cut. What is found when a mistake is planted is in
+test_rl_mutations.py.
 """
 import copy
 import gc
@@ -101,13 +101,30 @@ class Scene:
                             config or self.config, ALONE, check)
 
     def check(self):
-        rlhf.self_check(self.policy, self.reference, self.value, self.reward, self.batch, self.judged, self.config,
+        rlhf.self_check(self.policy, self.reference, self.reward, self.batch, self.judged, self.config,
                         ALONE, fresh=True)
 
 
 @pytest.fixture
 def scene(world, words):
     return Scene(world, words)
+
+
+@pytest.fixture
+def spy(monkeypatch):
+    """Records the arguments and results of a function of rlhf or rl, by name."""
+    seen = {}
+
+    def watch(module, name):
+        real, seen[name] = getattr(module, name), []
+
+        def wrapper(*args, **kwargs):
+            result = real(*args, **kwargs)
+            seen[name].append((args, kwargs, result))
+            return result
+        monkeypatch.setattr(module, name, wrapper)
+        return seen[name]
+    return watch
 
 
 def flat(model):
@@ -186,7 +203,7 @@ def with_patched_generator(world, words, **wrong):
 
 
 def test_padding_on_the_left_changes_nothing(scene):
-    gaps = rlhf.padding_gaps(scene.policy, scene.value, scene.reward, scene.batch, scene.config, ALONE)
+    gaps = rlhf.padding_gaps(scene.policy, scene.reward, scene.batch, scene.config, ALONE)
     assert set(gaps) == {"log-probabilities", "values", "scores"} and max(gaps.values()) < 1e-4
     for row in range(4):                                                   # and alone, without any padding
         real = scene.batch.ids[row][scene.batch.mask[row]][None]
@@ -297,6 +314,31 @@ def test_an_early_stop_leaves_every_parameter_as_it_was(world, words):
         assert torch.equal(one, stop) and not torch.equal(one, four)
 
 
+def test_every_answer_once_an_epoch_and_in_another_order(world, words, spy):
+    """Four minibatches of two answers, each in micro-batches of one; the order is drawn anew for each epoch."""
+    scored = spy(rlhf, "answer_logprobs")
+    scene = Scene(world, words, "--micro_batch_size=1", "--epochs=2", "--minibatches=4")
+    del scored[:]
+    assert scene.improve(scene.optimizers(0.0))["optimizer_steps"] == 8
+    rows = torch.cat([arguments[2] for arguments, _, _ in scored]).view(2, 8)
+    assert (rows.sort(1).values == torch.arange(8)).all() and not torch.equal(*rows)
+
+
+def test_the_second_step_still_looks_at_what_was_sampled(world, words):
+    """Its ratio is that to the policy that answered, not to the one before the step: its gradient, written down."""
+    options = ["--minibatches=1", "--grad_clip=0.0", "--max_approx_kl=0.0", "--clip_range=0.05"]
+    once, twice = (Scene(world, words, f"--epochs={epochs}", *options) for epochs in (1, 2))
+    once.improve()
+    assert twice.improve()["clipfrac"] > 0.05
+    new = rlhf.answer_logprobs(once.policy, once.batch, torch.arange(8), once.config)
+    ratio, advantages = (new - once.old["logprobs"]).exp(), once.old["advantages"]
+    worse = torch.max(-advantages * ratio, -advantages * ratio.clamp(0.95, 1.05))
+    once.policy.zero_grad()
+    worse[once.batch.answer].mean().backward()
+    expected, found = (torch.cat([p.grad.flatten() for p in scene.policy.parameters()]) for scene in (once, twice))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+
+
 def test_policy_and_critic_are_clipped_apart(world, words):
     """A critic that is far off must not take the policy's share of the gradient's norm."""
     norms = []
@@ -310,23 +352,6 @@ def test_policy_and_critic_are_clipped_apart(world, words):
 
 
 # ------------------------------------------------------------------------------------------------------------ the run
-
-@pytest.fixture
-def spy(monkeypatch):
-    """Records the arguments and results of a function of rlhf or rl, by name."""
-    seen = {}
-
-    def watch(module, name):
-        real, seen[name] = getattr(module, name), []
-
-        def wrapper(*args, **kwargs):
-            result = real(*args, **kwargs)
-            seen[name].append((args, kwargs, result))
-            return result
-        monkeypatch.setattr(module, name, wrapper)
-        return seen[name]
-    return watch
-
 
 def test_an_update_put_together_again_by_hand(world, tmp_path, spy):
     """From the tokens, scores and log-probabilities of the second update (in the first one the KL is 0): penalty, KL
@@ -354,9 +379,10 @@ def test_an_update_put_together_again_by_hand(world, tmp_path, spy):
 
 
 def test_reference_and_reward_model_are_frozen_and_the_others_move(world, tmp_path, spy):
-    judge = spy(rlhf, "judge")
+    judge, improve = spy(rlhf, "judge"), spy(rlhf, "improve")
     rlhf.main(config_of(world, tmp_path))
     (policy, reference, value, reward, *_), _, _ = judge[0]
+    assert {group["eps"] for optimizer in improve[0][0][2] for group in optimizer.param_groups} == {1e-5}
     start, _ = hf.load_model(world / "sft")
     scorer, _ = hf.load_model(world / "reward", kind="scalar")
     assert torch.equal(flat(reference), flat(start)) and torch.equal(flat(reward), flat(scorer))
@@ -368,6 +394,44 @@ def test_reference_and_reward_model_are_frozen_and_the_others_move(world, tmp_pa
     log = [json.loads(line) for line in (tmp_path / "ppo" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log] == [1, 2, 3] and log[0]["kl"] == 0
     assert log[0]["lr"] == 1e-3 and log[2]["lr"] == pytest.approx(1e-3 / 3)
+
+
+def test_with_lora_the_reference_is_the_policy_without_it(world, tmp_path, spy, capsys):
+    """The base weights of policy and critic stay, bit for bit, and so do the reference's log-probabilities, though the policy
+    moves; the reference takes no memory; and what is saved is an ordinary model, the merged one."""
+    judge, options = spy(rlhf, "judge"), ["--lora_rank=4", "--learning_rate=1e-2", "--value_learning_rate=1e-2", "--save_full=1"]
+    rlhf.main(config_of(world, tmp_path / "a", *options))
+    said = capsys.readouterr().out
+    (policy, reference, value, *_), _, _ = judge[-1]
+    start, scorer = hf.load_model(world / "sft")[0], hf.load_model(world / "reward", kind="scalar")[0]
+    names = dict(start.named_parameters())
+    assert all(torch.equal(p, names[name]) for name, p in policy.named_parameters() if "lora" not in name)
+    assert all(torch.equal(p, dict(scorer.named_parameters())[name]) for name, p in value.model.named_parameters(prefix="model")
+               if "lora" not in name)
+    assert all(p.abs().max() > 1e-5 for name, p in [*policy.named_parameters(), *value.named_parameters()] if "lora_B" in name)
+    assert value.score.weight.abs().max() > 1e-5
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    everywhere = torch.ones_like(ids, dtype=torch.bool)
+    torch.testing.assert_close(logprobs(reference, ids, everywhere), logprobs(start, ids, everywhere), rtol=0, atol=0)
+    broken = policy.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        reference(ids)
+    broken.remove()
+    moved = logprobs(hf.load_model(tmp_path / "a" / "ppo")[0], ids, everywhere)
+    assert (moved - logprobs(start, ids, everywhere)).abs().max() > 1e-2              # also after the error: LoRA is on again
+    torch.testing.assert_close(logprobs(policy, ids, everywhere), moved, rtol=0, atol=1e-4)
+    frozen, trained = (sum(p.numel() for network in (policy, value) for p in network.parameters() if p.requires_grad is is_trained)
+                       for is_trained in (False, True))
+    size = 4 * (frozen + 4 * trained + sum(p.numel() for p in scorer.parameters()))
+    assert "3 networks" in said and f"{size / 2**20:,.0f} MiB" in said and "without its LoRA" in said
+    result = json.loads((tmp_path / "a" / "ppo" / "result.json").read_text())
+    assert result["before"]["kl"] == 0 and result["after"]["kl"] > 0
+    shutil.copytree(tmp_path / "a", tmp_path / "b")                                    # and it can be continued
+    (tmp_path / "b" / "ppo" / "result.json").unlink()
+    shutil.rmtree(tmp_path / "b" / "ppo" / "step_00000003")
+    rlhf.main(config_of(world, tmp_path / "b", *options))
+    again = json.loads((tmp_path / "b" / "ppo" / "result.json").read_text())
+    assert again["after"] == result["after"]
 
 
 def test_interrupted_and_continued_is_the_same(world, tmp_path, monkeypatch, capsys):
@@ -529,76 +593,6 @@ def test_two_processes_hold_the_same_parameters(world, tmp_path):
     for *_, norms in halves:
         assert [norm.item() for norm in norms] == pytest.approx(expected, rel=1e-3)
     assert "answers" in json.loads((tmp_path / "out" / "ppo" / "result.json").read_text())["after"]
-
-
-# ----------------------------------------------------------------------------------------------- the self-check bites
-
-def planted(name, monkeypatch):
-    """Plants one mistake that public trainers have had."""
-    real_generate, real_logprobs, real_answer = rlhf.generate, rlhf.logprobs, rlhf.answer_logprobs
-    if name == "top-k sampling":
-        monkeypatch.setattr(rlhf, "generate", lambda *a, **k: real_generate(*a, **{**k, "top_k": 4}))
-    if name == "nucleus sampling":
-        monkeypatch.setattr(rlhf, "generate", lambda *a, **k: real_generate(*a, **{**k, "top_p": 0.7}))
-    if name == "scored at another temperature":
-        monkeypatch.setattr(rlhf, "logprobs", lambda m, i, mask, t, e=False: real_logprobs(m, i, mask, 1.3 * t, e))
-    if name == "padding attended to":
-        monkeypatch.setattr(rlhf, "logprobs",
-                            lambda m, i, mask, t, e=False: real_logprobs(m, i, torch.ones_like(mask), t, e))
-    if name == "scored one token late":
-        def late(model, batch, rows, config, with_entropy=False):
-            found = real_answer(model, batch, rows, config, with_entropy)
-            return tuple(x.roll(-1, 1) for x in found) if with_entropy else found.roll(-1, 1)
-        monkeypatch.setattr(rlhf, "answer_logprobs", late)
-    if name == "reference is not the policy":
-        real_copy = rlhf.copy.deepcopy
-
-        def other(model):
-            made = real_copy(model)
-            if hasattr(made, "lm_head"):
-                made.lm_head.weight.data.mul_(1.001)
-            return made
-        monkeypatch.setattr(rlhf.copy, "deepcopy", other)
-    if name == "dropout in the update":
-        real_improve = rlhf.improve
-
-        def with_dropout(policy, *args):
-            set_dropout(policy, 0.1)
-            return real_improve(policy.train(), *args)
-        monkeypatch.setattr(rlhf, "improve", with_dropout)
-    if name == "reference at another temperature":
-        def cooler(model, batch, rows, config, with_entropy=False):
-            frozen = not next(model.parameters()).requires_grad
-            found = real_logprobs(model, batch.ids[rows], batch.mask[rows], 0.9 if frozen else 1.0, with_entropy)
-            first = batch.prompt_width - 1
-            return tuple(x[:, first:] for x in found) if with_entropy else found[:, first:]
-        monkeypatch.setattr(rlhf, "answer_logprobs", cooler)
-    if name == "score read from padding":
-        monkeypatch.setattr(rlhf, "answer_scores", lambda reward, batch, rows: reward(batch.ids[rows])[:, -1])
-    if name == "critic attends to padding":
-        monkeypatch.setattr(rlhf, "answer_values",
-                            lambda value, batch, rows: value(batch.ids[rows])[:, batch.prompt_width - 1:-1])
-        monkeypatch.setattr(rlhf, "critic_from", lambda reward: copy.deepcopy(reward).requires_grad_(True))
-
-
-@pytest.mark.parametrize("mistake, said", [
-    ("top-k sampling", "not drawn from the distribution"),
-    ("nucleus sampling", "not drawn from the distribution"),
-    ("scored at another temperature", "between generation and scoring"),
-    ("padding attended to", "between generation and scoring"),
-    ("scored one token late", "between generation and scoring"),
-    ("reference is not the policy", "policy and reference differ"),
-    ("reference at another temperature", "policy and reference differ"),
-    ("dropout in the update", "log ratio"),
-    ("score read from padding", "change the scores"),
-    ("critic attends to padding", "change the values")])
-def test_the_self_check_ends_a_run_with(mistake, said, world, tmp_path, monkeypatch, capsys):
-    planted(mistake, monkeypatch)
-    with pytest.raises(SystemExit) as refused:
-        rlhf.main(config_of(world, tmp_path, "--updates=1", "--episodes=24"))
-    error = capsys.readouterr().err
-    assert refused.value.code == 2 and said in error, error
-    assert not (tmp_path / "ppo" / "result.json").exists() and checkpoint.newest(tmp_path / "ppo") is None
 
 
 def test_an_honest_run_passes_the_self_check(world, tmp_path, capsys, monkeypatch):
