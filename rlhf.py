@@ -193,24 +193,6 @@ def judge(policy, reference, value, reward, batch, config, setup):
     return tuple(torch.cat(column) for column in zip(*parts))
 
 
-class WithoutLora:
-    """The reference of a policy that learns a LoRA: the same weights, the difference switched off. It needs no memory."""
-
-    def __init__(self, policy):
-        self.policy = policy
-
-    def __call__(self, *args, **more):
-        layers = list(lora.layers_of(self.policy).values())
-        kept = [layer.lora_A for layer in layers]
-        try:
-            for layer in layers:
-                layer.lora_A = None
-            return self.policy(*args, **more)
-        finally:
-            for layer, a in zip(layers, kept):
-                layer.lora_A = a
-
-
 def critic_from(reward):
     """The value network: the reward model's trunk, which already reads answers for what they are worth, and a head that
     says 0 to everything. A drawn head would say something large and random, and the first updates would be about it."""
@@ -528,7 +510,7 @@ def ppo(config, setup, alive):
     reward.to(setup.device).eval().requires_grad_(False)
     value = None if config.group else critic_from(reward)
     if config.lora_rank:
-        reference = WithoutLora(lora.add(policy, config.lora_rank, config.lora_alpha, seed=config.seed))
+        reference = lora.SwitchedOff(lora.add(policy, config.lora_rank, config.lora_alpha, seed=config.seed))
         if value:
             lora.add(value, config.lora_rank, config.lora_alpha, seed=config.seed).score.requires_grad_(True)
     else:

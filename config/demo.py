@@ -34,3 +34,5 @@ sft = dict(batch_size=32, micro_batch_size=32, learning_rate=2e-3, schedule="lin
 # eight answers each.
 reward = dict(batch_size=4, learning_rate=1.2e-3, along_until=0.7, attention="fp32", compile=True, save_full=150)
 rlhf = dict(updates=16, attention="fp32")
+# Not in the demo's own call, see bench/alignment.py: a third of the rankings.
+dpo = dict(max_rankings=1600, learning_rate=2e-4, attention="fp32")

@@ -104,6 +104,24 @@ def merged(model):
                 layer.lora_A, layer.lora_B = a, b
 
 
+class SwitchedOff:
+    """The model without its LoRA, to be called like the model: what it was before, and no memory."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, *args, **more):
+        layers = list(layers_of(self.model).values())
+        kept = [layer.lora_A for layer in layers]
+        try:
+            for layer in layers:
+                layer.lora_A = None
+            return self.model(*args, **more)
+        finally:
+            for layer, a in zip(layers, kept):
+                layer.lora_A = a
+
+
 def save(folder, model, base):
     """Writes A and B alone, some megabytes, as PEFT reads them: adapter_model.safetensors and adapter_config.json.
     base: the folder or name of the model that they belong to."""
