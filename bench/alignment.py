@@ -49,7 +49,8 @@ def run(method, seed, config):
     more += [] if method == "dpo" else [f"--reward_from={config.out_dir}/reward"]
     began, spent = time.time(), cpu_seconds()
     subprocess.run([sys.executable, str(ROOT / script), config.settings, f"--data_dir={config.data_dir}", f"--out_dir={out}",
-                    f"{source}={config.out_dir}/sft", f"--seed={seed}", f"--threads={config.threads}", "--device=cpu", *more],
+                    f"{source}={config.out_dir}/sft", f"--seed={seed}", f"--threads={config.threads}", "--device=cpu",
+                    "--save_full=4", *more],
                    check=True)
     seconds = {"seconds": time.time() - began, "cpu_seconds": cpu_seconds() - spent}
     if method == "dpo":
