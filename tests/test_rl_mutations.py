@@ -119,6 +119,16 @@ MISTAKES = {
 }
 
 
+@pytest.mark.parametrize("mistake", [name for name, (*_, found_by) in MISTAKES.items() if found_by == SCORED])
+def test_in_bf16_too(mistake, world, tmp_path, monkeypatch, capsys):      # noqa: F811
+    """Where rounding alone moves single tokens by more than some mistakes do."""
+    module, name, old, new, _ = MISTAKES[mistake]
+    plant(monkeypatch, module, name, old, new)
+    with pytest.raises(SystemExit):
+        rlhf.main(config_of(world, tmp_path, "--updates=1", "--episodes=24", "--temperature=0.7", "--dtype=bf16"))
+    assert SCORED in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_no_mistake_survives(mistake, request, world, tmp_path, monkeypatch, capsys):      # noqa: F811
     module, name, old, new, found_by = MISTAKES[mistake]

@@ -595,7 +595,8 @@ def test_two_processes_hold_the_same_parameters(world, tmp_path):
     assert "answers" in json.loads((tmp_path / "out" / "ppo" / "result.json").read_text())["after"]
 
 
-def test_an_honest_run_passes_the_self_check(world, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_honest_run_passes_the_self_check(dtype, world, tmp_path, capsys, monkeypatch):
     """Also when the models come with dropout: the run switches it off, and for all of them."""
     real = rlhf.read_model
 
@@ -604,7 +605,7 @@ def test_an_honest_run_passes_the_self_check(world, tmp_path, capsys, monkeypatc
         set_dropout(model, 0.1)
         return model.train(), words
     monkeypatch.setattr(rlhf, "read_model", load_with_dropout)
-    rlhf.main(config_of(world, tmp_path, "--updates=1", "--episodes=24"))
+    rlhf.main(config_of(world, tmp_path, "--updates=1", "--episodes=24", f"--dtype={dtype}"))
     assert "self-check" in capsys.readouterr().out
 
 
