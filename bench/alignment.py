@@ -25,6 +25,7 @@ import rlhf  # noqa: E402
 from configurator import configure, refuse  # noqa: E402
 from engine.files import read_json, write_json  # noqa: E402
 from engine.hf import find_folder, read_model  # noqa: E402
+from engine.monitor import read_log  # noqa: E402
 from engine.parallel import start  # noqa: E402
 
 data_dir = "data/demo"
@@ -92,6 +93,13 @@ def table(config):
             kl = ", ".join(f"{each['after']['kl']:.1f}" for each in runs)
             print(f"| {NAMES[method]} | {mean('gold'):.2f} ({each}) | {mean('kl'):.1f} ({kl}) | {mean('length'):.1f} | "
                   f"{mean('stop_rate'):.1%} | {statistics.mean(each['cpu_seconds'] for each in runs):.0f} |")
+    print("\nThe reward model's score (0 and 1 deviation at the start) against the rule's, by how far the policy has drifted:")
+    for method in ("ppo", "ppo_free", "grpo"):
+        for seed in config.seeds:
+            log = read_log(Path(config.work_dir) / f"{method}_{seed}" / "ppo")
+            points = [f"{line['kl']:.1f}: {line['score']:.2f}, {line['gold']:.2f}" for line in log if "gold" in line][::3]
+            if points:
+                print(f"{NAMES[method]}, seed {seed}   KL: score, gold   {'   '.join(points)}")
 
 
 def main(config):
