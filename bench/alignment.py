@@ -15,7 +15,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +24,7 @@ import rlhf  # noqa: E402
 from configurator import configure, refuse  # noqa: E402
 from engine.files import read_json, write_json  # noqa: E402
 from engine.hf import find_folder, read_model  # noqa: E402
+from engine.monitor import read_log  # noqa: E402
 from engine.parallel import start  # noqa: E402
 
 data_dir = "data/demo"
@@ -47,17 +47,17 @@ def run(method, seed, config):
     script, *more = SCRIPTS[method]
     source = "--init_from" if method == "dpo" else "--policy_from"
     more += [] if method == "dpo" else [f"--reward_from={config.out_dir}/reward"]
-    began, spent = time.time(), cpu_seconds()
+    begun_before, spent = out.exists(), cpu_seconds()
     subprocess.run([sys.executable, str(ROOT / script), config.settings, f"--data_dir={config.data_dir}", f"--out_dir={out}",
                     f"{source}={config.out_dir}/sft", f"--seed={seed}", f"--threads={config.threads}", "--device=cpu",
                     "--save_full=4", *more],
                    check=True)
-    seconds = {"seconds": time.time() - began, "cpu_seconds": cpu_seconds() - spent}
+    seconds = None if begun_before else cpu_seconds() - spent           # of a run in two parts nobody knows the first's
     if method == "dpo":
         found = {"after": measured(out / "dpo", seed, config)}
     else:
         found = {name: read_json(out / "ppo" / "result.json")[name] for name in ("before", "after")}
-    write_json(out / "alignment.json", {**found, **seconds})
+    write_json(out / "alignment.json", {**found, "cpu_seconds": seconds})
 
 
 def cpu_seconds():
@@ -90,8 +90,16 @@ def table(config):
             mean = lambda name: statistics.mean(each["after"][name] for each in runs)
             each = ", ".join(f"{each['after']['gold']:.2f}" for each in runs)
             kl = ", ".join(f"{each['after']['kl']:.1f}" for each in runs)
+            seconds = [run["cpu_seconds"] for run in runs if run["cpu_seconds"] is not None]
             print(f"| {NAMES[method]} | {mean('gold'):.2f} ({each}) | {mean('kl'):.1f} ({kl}) | {mean('length'):.1f} | "
-                  f"{mean('stop_rate'):.1%} | {statistics.mean(each['cpu_seconds'] for each in runs):.0f} |")
+                  f"{mean('stop_rate'):.1%} | {f'{statistics.mean(seconds):.0f}' if seconds else '-'} |")
+    print("\nThe reward model's score (0 and 1 deviation at the start) against the rule's, by how far the policy has drifted:")
+    for method in ("ppo", "ppo_free", "grpo"):
+        for seed in config.seeds:
+            log = read_log(Path(config.work_dir) / f"{method}_{seed}" / "ppo")
+            points = [f"{line['kl']:.1f}: {line['score']:.2f}, {line['gold']:.2f}" for line in log if "gold" in line][::3]
+            if points:
+                print(f"{NAMES[method]}, seed {seed}   KL: score, gold   {'   '.join(points)}")
 
 
 def main(config):

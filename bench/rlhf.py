@@ -2,12 +2,14 @@
 How many answers PPO learns from in a second, beside TRL's PPO on the same model, prompts, lengths, epochs and minibatches.
 
     pip install 'trl==1.10.0'          the last one with a PPO: trl.experimental.ppo; in an environment of its own
-    python bench/rlhf.py --threads=1
+    python bench/rlhf.py                                        an untrained model; every answer has all of new_tokens
+    python bench/rlhf.py --models=out/demo --data_dir=data/demo --new_tokens=64        the demo's; its answers end by themselves
 
 Each of `pairs` pairs is a run of ours and one of theirs in one process, `updates` updates each, of which the first is not
 counted (it warms up, and checks itself). All of an update counts: sampling, scoring by reference, critic and reward model,
-two epochs of two minibatches; loading, saving and what is evaluated before and after do not. Every answer has all of
-new_tokens tokens, so that both compute the same. fp32, nothing compiled. The ratio is the median over the pairs.
+two epochs of two minibatches; loading, saving and what is evaluated before and after do not. fp32, nothing compiled. The
+ratio is the median over the pairs. Where all answers are of full length both do the same products, and these take the time.
+Otherwise rlhf.py stops sampling with the longest answer and learns from no more than that; TRL goes on to the limit.
 """
 import contextlib
 import io
@@ -37,6 +39,8 @@ updates = 3
 episodes = 64           # answers per update
 new_tokens = 32
 threads = 1
+models = ""             # a folder with sft and reward, for prompts in data_dir; empty: made here
+data_dir = ""
 peer = True             # False: only ours
 
 SHAPE = dict(vocab_size=2048, n_layer=4, n_head=4, n_kv_head=4, n_embd=256, n_inner=704, block_size=256)    # the demo's
@@ -59,25 +63,26 @@ def write_world(folder):
         lines = [json.dumps({"messages": [{"role": "user", "content": "?" * (9 + number % 16)}]}) for number in range(256)]
         (folder / "chat").mkdir(exist_ok=True)
         write_atomic(folder / "chat" / f"prompts_{name}.jsonl", "\n".join(lines) + "\n")
-    return words
 
 
 def ours(folder, config, number):
     """Seconds of each update but the first, and their parts."""
-    rlhf.chat.stop_ids = lambda words: set()
+    if not config.models:
+        rlhf.chat.stop_ids = lambda words: set()
+    source = config.models or folder
     settings = configure(vars(rlhf), [
-        f"--data_dir={folder}", f"--policy_from={folder}/sft", f"--reward_from={folder}/reward", f"--out_dir={folder}/{number}",
+        f"--data_dir={config.data_dir or folder}", f"--policy_from={source}/sft", f"--reward_from={source}/reward", f"--out_dir={folder}/{number}",
         "--device=cpu", f"--threads={config.threads}", f"--updates={config.updates}", f"--episodes={config.episodes}",
         f"--max_new_tokens={config.new_tokens}", "--micro_batch_size=32", "--eval_prompts=1", "--attention=fp32",
         "--max_approx_kl=0.0", "--save_full=0", "--verdicts=False", f"--seed={number + 1}"])
     with contextlib.redirect_stdout(io.StringIO()):
         rlhf.main(settings)
     records = [record for record in read_log(folder / str(number) / "ppo") if "rollout_seconds" in record][1:]
-    assert all(record["length"] == config.new_tokens and record["optimizer_steps"] == 4 for record in records)
+    assert all(record["optimizer_steps"] == 4 and (config.models or record["length"] == config.new_tokens) for record in records)
     return [[record[f"{part}_seconds"] for part in ("rollout", "scoring", "update")] for record in records]
 
 
-def theirs(folder, config, number, words):
+def theirs(folder, config, number):
     """Seconds of each update but the first."""
     from datasets import Dataset
     from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast, TrainerCallback
@@ -91,19 +96,21 @@ def theirs(folder, config, number, words):
 
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(config.threads)
-    prompts, _ = rlhf.read_prompts(folder / "chat" / "prompts_train.jsonl", words, 200)
+    sft, reward = (hf.find_folder(Path(config.models or folder) / stage) for stage in ("sft", "reward"))
+    words = Tokenizer.load(sft)
+    prompts, _ = rlhf.read_prompts(Path(config.data_dir or folder) / "chat" / "prompts_train.jsonl", words, 256 - config.new_tokens)
     data = Dataset.from_dict({"input_ids": [prompt["ids"] for prompt in prompts]})
-    processor = PreTrainedTokenizerFast(tokenizer_file=str(folder / "sft" / "tokenizer.json"), padding_side="left",
+    processor = PreTrainedTokenizerFast(tokenizer_file=str(sft / "tokenizer.json"), padding_side="left",
                                         pad_token="<|pad|>", eos_token="<|eos|>")
-    policies = [LlamaForCausalLM.from_pretrained(folder / "sft", dtype=torch.float32) for _ in range(2)]
-    scorers = [LlamaForSequenceClassification.from_pretrained(folder / "reward", num_labels=1, dtype=torch.float32)
+    policies = [LlamaForCausalLM.from_pretrained(sft, dtype=torch.float32) for _ in range(2)]
+    scorers = [LlamaForSequenceClassification.from_pretrained(reward, num_labels=1, dtype=torch.float32)
                for _ in range(2)]
     settings = PPOConfig(
         output_dir=str(folder / f"trl{number}"), per_device_train_batch_size=32, gradient_accumulation_steps=config.episodes // 32,
         num_mini_batches=2, num_ppo_epochs=2, total_episodes=config.episodes * config.updates, response_length=config.new_tokens,
         local_rollout_forward_batch_size=config.episodes, temperature=1.0, kl_coef=0.05, learning_rate=3e-4, use_cpu=True,
         bf16=False, report_to="none", save_strategy="no", num_sample_generations=0, disable_tqdm=True, seed=number + 1,
-        gradient_checkpointing=False)
+        stop_token_id=words.special("<|end|>") if config.models else None)
     clock = Clock()
     clock.times = []
     with contextlib.redirect_stdout(io.StringIO()):
@@ -128,12 +135,12 @@ def main(config):
         print(f"torch {torch.__version__}, trl {trl.__version__}, {config.threads} threads")
     ratios, mine, other = [], [], []
     with tempfile.TemporaryDirectory() as place:
-        words = write_world(Path(place))
+        write_world(Path(place))
         for number in range(config.pairs):
             parts = ours(Path(place), config, number)
             mine.append([statistics.mean(column) for column in zip(*parts)])
             if config.peer:
-                other.append(statistics.mean(theirs(Path(place), config, number, words)))
+                other.append(statistics.mean(theirs(Path(place), config, number)))
                 ratios.append(other[-1] / sum(mine[-1]))
     rate = lambda seconds: config.episodes / statistics.median(seconds) / config.threads
     print("| PPO | answers/s per core | rollout, s | scoring, s | update, s |\n|---|---:|---:|---:|---:|")

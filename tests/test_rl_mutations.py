@@ -129,7 +129,12 @@ def test_in_bf16_too(mistake, world, tmp_path, monkeypatch, capsys):      # noqa
     assert SCORED in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+WHOLE_RUNS = (test_rlhf.test_interrupted_and_continued_is_the_same, test_rlhf.test_an_update_put_together_again_by_hand,
+              test_rlhf.test_reference_and_reward_model_are_frozen_and_the_others_move, test_grpo.test_a_run)
+mark = lambda name: pytest.mark.slow if MISTAKES[name][-1] in WHOLE_RUNS else ()
+
+
+@pytest.mark.parametrize("mistake", [pytest.param(name, marks=mark(name)) for name in MISTAKES])
 def test_no_mistake_survives(mistake, request, world, tmp_path, monkeypatch, capsys):      # noqa: F811
     module, name, old, new, found_by = MISTAKES[mistake]
     plant(monkeypatch, module, name, old, new)
