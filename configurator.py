@@ -46,12 +46,13 @@ ROOT = Path(__file__).resolve().parent
 RESULT_FREE = [
     "data_dir", "out_dir",                                                        # folders
     "log_every", "log_samples", "eval_every", "save_light", "save_full",          # intervals, records
-    "eval_blocks", "eval_conversations", "show", "verdicts", "explain", "inspect",      # how much to look at
+    "eval_blocks", "eval_conversations", "show", "verdicts", "explain", "inspect", "eval_answers", "answer_format",   # how much to look at
     "keep", "keep_best", "async_save", "trust_state",                             # checkpoints
     "device", "threads", "workers",                                               # machines
     "parallel", "zero", "hsdp", "tp", "pp", "cpu_offload",                        # how the processes divide the work
     "recompute",             # memory against time, the same bits
-    "micro_batch_size", "loss_chunk",      # the loss is a sum over the global batch, so any split of it has the same gradient
+    # the loss is a sum over the global batch, so any split of it has the same gradient
+    "micro_batch_size", "loss_chunk", "batching", "micro_tokens",
     "max_bad_steps", "timeout", "hang_timeout", "leave_within",    # when to give up, and on whom
     "log_blocks", "peak_flops", "profile", "watch_stats",                         # gauges
     "plan", "plan_gpu", "plan_disk",                                              # what would be

@@ -32,8 +32,8 @@ import torch
 
 from chatdata import kinds, remark
 from engine import chat, parallel
+from engine.answers import GRAM, answers, complete, distinct, grams, loops, mean
 from engine.files import printable, read_json, write_json
-from engine.generate import generate
 from engine.hf import find_folder, read_model
 from engine.loss import token_losses
 from engine.manifest import steps_of
@@ -59,7 +59,6 @@ device = "auto"
 dtype = "auto"
 threads = 0
 
-GRAM = 13                       # words; long enough that sharing one is hardly chance (Brown et al. 2020, appendix C)
 LEAD = 0.30                     # above the best baseline: generalised
 XZ_WINDOW = 64 << 20            # bytes that `xz -9e` looks back
 
@@ -130,20 +129,14 @@ def documents_of(data, tokenizer, limit=None):
             if start < len(ids)]
 
 
-def grams(text):
-    """Hashes of all runs of GRAM words of a text."""
-    words = text.split()
-    return [hash(tuple(words[i:i + GRAM])) for i in range(len(words) - GRAM + 1)]
-
-
 def leakage(train_documents, texts):
     """{name: what share of the 13-grams of the list texts[name] stands in the training text, and how many texts do}
 
     A text counts as found when one of its 13-grams is; one of fewer words when all of it stands there."""
-    known = {gram for document in train_documents for gram in grams(document)}
+    known = {gram for document in train_documents for gram in grams(document.split())}
     result = {}
     for name, pieces in texts.items():
-        hits = [[gram in known for gram in grams(piece)] for piece in pieces]
+        hits = [[gram in known for gram in grams(piece.split())] for piece in pieces]
         found = [any(hit) if hit else any(piece in document for document in train_documents)
                  for piece, hit in zip(pieces, hits)]
         together = sum(hits, [])
@@ -152,48 +145,23 @@ def leakage(train_documents, texts):
     return result
 
 
-def mean(values):
-    """The mean of the values that are not None; None when there are none."""
-    values = [value for value in values if value is not None]
-    return np.mean(values) if values else None
-
-
 # --- Answers ----------------------------------------------------------------------------------------------------------
-
-def complete(model, prompts, config, max_new_tokens, stop_ids, temperature=0.0):
-    """[(new ids without the stop token, whether it stopped)] for prompts of any length."""
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    result = [None] * len(prompts)
-    for start in range(0, len(order), config.batch_size):
-        part = order[start:start + config.batch_size]
-        batch = [prompts[i] for i in part]                                 # of similar length: little padding
-        made = generate(model, batch, max_new_tokens, stop_ids, temperature, seed=config.seed + start)
-        for i, ids, stopped in zip(part, made.ids, made.stopped):
-            result[i] = (ids[:-1] if stopped else ids, stopped)
-    return result
-
-
-def answers(model, tokenizer, entries, config, temperature=0.0):
-    """[(answer, stopped, its number of tokens)] to conversations that end with the user's message."""
-    prompts = [chat.render(tokenizer, entry["messages"], open_assistant=True)[0] for entry in entries]
-    made = complete(model, prompts, config, config.max_new_tokens, chat.stop_ids(tokenizer), temperature)
-    return [(tokenizer.decode(ids), stopped, len(ids)) for ids, stopped in made]
-
 
 def question_scores(model, tokenizer, entries, config):
     """{kind: exact, format, stop shares}, and one over all of them, for held-out conversations of one question each."""
     asked = [{"messages": entry["messages"][:-1]} for entry in entries]
     rows = {}
-    for entry, (text, stopped, _) in zip(entries, answers(model, tokenizer, asked, config)):
+    for entry, (text, stopped, ids) in zip(entries, answers(model, tokenizer, asked, config)):
         kind = entry.get("kind", "questions")
         # A kind that is not ours has no format of its own; a remark has no one right answer.
         in_format = kinds.KINDS[kind].follows_format(text) if kind in kinds.KINDS else None
         exact = None if kind == "remark" else text == entry["messages"][-1]["content"]
         rows.setdefault(kind, []).append({"exact": exact, "format": in_format, "stop": stopped,
-                                          "format_and_stop": in_format and stopped})
+                                          "format_and_stop": in_format and stopped, "loops": loops(ids),
+                                          "distinct_2": distinct(ids, 2)})
     shares = lambda rows, *names: {"n": len(rows), **{name: mean(row[name] for row in rows) for name in names}}
     return ({kind: shares(of_kind, "exact", "format", "stop") for kind, of_kind in rows.items()},
-            shares(sum(rows.values(), []), "format", "stop", "format_and_stop"))
+            shares(sum(rows.values(), []), "format", "stop", "format_and_stop", "loops", "distinct_2"))
 
 
 def remark_scores(model, tokenizer, prompts, config):
@@ -202,14 +170,8 @@ def remark_scores(model, tokenizer, prompts, config):
     scores = np.array([remark.score(text) for text, _, _ in made])
     return {"n": len(made), "score": scores.mean(), "score_std": scores.std(),
             "format": mean(remark.parse(text) is not None for text, _, _ in made),
-            "stop": mean(stopped for _, stopped, _ in made), "tokens": mean(size for _, _, size in made),
+            "stop": mean(stopped for _, stopped, _ in made), "tokens": mean(len(ids) for _, _, ids in made),
             "different": len({text for text, _, _ in made}) / len(made)}
-
-
-def loops(ids, longest=16, times=3):
-    """Whether a text ends in the same run of at most `longest` tokens, `times` times over."""
-    return any(len(ids) >= times * period and ids[-times * period:] == ids[-period:] * times
-               for period in range(1, longest + 1))
 
 
 def repetition(model, tokenizer, val, config):
@@ -217,8 +179,7 @@ def repetition(model, tokenizer, val, config):
     pages = list(zip(val.offsets, val.offsets[1:]))[:config.continuations]
     starts = [val.read(int(start), min(32, int(end - start))).tolist() for start, end in pages]
     made = [ids for ids, _ in complete(model, starts, config, config.continuation_tokens, {tokenizer.eos_id})]
-    different = [len(set(zip(ids, ids[1:]))) / (len(ids) - 1) for ids in made if len(ids) > 1]
-    return {"n": len(made), "distinct_2": mean(different), "loops": mean(map(loops, made))}
+    return {"n": len(made), "distinct_2": mean(distinct(ids, 2) for ids in made), "loops": mean(map(loops, made))}
 
 
 # --- Probes -----------------------------------------------------------------------------------------------------------

@@ -85,6 +85,13 @@ class ModelConfig:
                 self.recompute not in ("none", "selective", "full"),
         }.items() if wrong]
 
+    def inseparable(self):
+        """Why documents of one row can not be kept apart in this model (see `apart`), the end of a sentence each."""
+        return [sentence for sentence, wrong in {
+            f"does not go with sliding_window = {self.sliding_window}: its mask has no window": self.sliding_window,
+            "does not go with longrope, which turns all documents of a row alike":
+                (self.rope_scaling or {}).get("rope_type") == "longrope"}.items() if wrong]
+
 
 class RMSNorm(nn.Module):
     """Scales each vector to root mean square 1, then by a learned gain. Computed in fp32 whatever comes in, since the

@@ -2,9 +2,15 @@
 Instruction tuning: conversations and a pretrained model in, a model that answers and stops out.
 
     python sft.py config/demo.py                          after train.py and prepare_chat.py
-    python sft.py config/demo.py --show=5                 print five conversations, trained tokens in green, and end
+    python sft.py config/demo.py --show=5                 print five conversations, tokens coloured by weight, and end
     torchrun --nproc_per_node=2 sft.py config/demo.py     the same steps and losses on two processes
     python sft.py --init_from=DIR --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl --out_dir=out/mine
+
+Two stages, general and then of one's field, where the second keeps a fifth of the first and a tenth of plain text:
+
+    python sft.py --init_from=DIR --conversations=ALL.jsonl --val_conversations=ALL_VAL.jsonl --out_dir=out/general
+    python sft.py --init_from=out/general/sft --conversations_mix="{'FIELD.jsonl': 0.8, 'ALL.jsonl': 0.2}" --replay=0.1 \
+        --val_conversations=FIELD_VAL.jsonl --out_dir=out/field
 
 A file of conversations has one JSON object a line,
 
@@ -20,8 +26,8 @@ What decides whether tuning works, and where it stands below:
   - Padding is another token than any that is learned, and weighs nothing.
   - The loss is a sum over the global step divided by the weight of the global step. Answers differ in length a
     hundredfold, so a mean of means would let the short ones shout (transformers PR 34191 has the history).
-  - Conversations share no row, so none can look into another. Rows of similar length are put together instead, which
-    wastes little: the share of padding is in the log.
+  - No conversation can look into another: they share no row, and rows of similar length are put together, which wastes
+    little; or with --batching=packed they do, and attention is kept apart (engine/packing.py). Same steps, same losses.
   - A conversation too long for the context is cut (or dropped); when nothing to learn is left of it, it is dropped and
     counted. It must neither wait in a queue for ever nor make a batch without targets, which is 0/0.
 """
@@ -30,6 +36,7 @@ import time
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 from configurator import configure
 
@@ -38,13 +45,15 @@ import torch
 
 from engine import chat, checkpoint, ladder, parallel
 from engine.alive import Alive
-from engine.files import write_json
+from engine.answers import answer_scores, answers
+from engine.files import read_json, write_json
 from engine.hf import find_folder, lengthen, read_config, read_model
 from engine.loss import model_losses
 from engine.monitor import Monitor, read_log
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
+from engine.packing import BATCHINGS, collate, cut, pack, plan, text_examples
 from engine.run import end_step, on_main, open_run, refuse_missing, refuse_once
-from engine.shards import steps_by_length
+from engine.shards import TokenData
 from techniques import distill, lora
 
 # data and folders
@@ -52,14 +61,19 @@ data_dir = "data/demo"
 out_dir = "out/demo"
 init_from = ""                  # folder of the model to tune, of a run or from elsewhere; empty: out_dir/pretrain
 conversations = ""              # training file; empty: data_dir/chat/conversations_train.jsonl
+conversations_mix: dict | None = None   # several files and their shares of an epoch's conversations, {'a.jsonl': 0.7, ...}
 val_conversations = ""          # held-out file; empty: data_dir/chat/conversations_val.jsonl
+replay = 0.0                    # share of the trained tokens that is pretraining text, of data_dir/tokens
 seed = 1
 max_length: int | None = None   # tokens of a conversation; None: the model's context
 rope_scaling: dict | None = None    # for a max_length beyond the model's context, as in train.py
+template = ""                   # form of conversations, of engine/chat.py's FORMS; empty: the tokenizer's own
 overlong = "truncate"           # longer conversations: 'truncate' (what is left must have something to learn) or 'drop'
 # the optimisation
 batch_size = 64                 # conversations per step over all processes
 micro_batch_size = 32           # conversations per process and forward pass; the result is the same for any
+batching = "padded"             # 'padded' rows, 'buckets' of a token budget, or 'packed' rows, see engine/packing.py
+micro_tokens = 4096             # the budget: positions per process and forward pass; the result is the same for any
 window = 16                     # steps whose conversations are sorted by length together; 1: no sorting, most padding
 epochs = 1
 max_steps: int | None = None    # None: all steps of the epochs
@@ -85,10 +99,13 @@ lora_targets: tuple[str] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj",
 teacher = ""                    # its folder; empty: none
 teacher_weight = 0.5            # share of the loss that is the divergence from the teacher
 teacher_temperature = 2.0       # both are softened by it
+teacher_attention = 0.0         # above 0: what its last layer looks at is learned too, with this weight
 # looking and saving
 show = 0                        # print this many conversations with their loss weights, and end
 eval_every = 100
 eval_conversations = 256        # of the held-out file, always the same ones
+eval_answers = 32               # so many of them are answered before and after the tuning; 0: no such comparison
+answer_format = ""              # regular expression that an answer as a whole should match
 log_every = 10
 save_light = 1000
 save_full = 100
@@ -148,45 +165,63 @@ def encode_file(path, tokenizer, length, config, setup, at_most=None):
     return examples, counts
 
 
+def gather(mix, text, tokenizer, length, config, setup):
+    """What a run learns from. mix: {file: share}; text: the folder of pretraining text.
+
+    -> examples, source after source, text last; how many each source has; how many of them an epoch takes; counts of
+    what was cut or left out; and what all of it was made from, for open_run.
+    An epoch takes each conversation of a single file once; of several files as many as there are in all, in the given
+    shares; and so much text, weighed so that rounding does not show, that `replay` of the trained weight is text."""
+    parts, lost = [], {}
+    for path in mix:
+        part, counted = encode_file(path, tokenizer, length, config, setup)
+        parts.append(part)
+        lost = {name: lost.get(name, 0) + count for name, count in counted.items()}
+    sizes, shares = [len(part) for part in parts], np.cumsum(list(mix.values()))
+    counts = sizes[:] if len(mix) == 1 else np.diff(np.rint(shares / shares[-1] * sum(sizes)), prepend=0).astype(int).tolist()
+    inputs = {"conversations" + f" {path}" * (len(mix) > 1): path for path in mix}
+    if config.replay:
+        data = TokenData(text, "train", tokenizer.hash, config.command("prepare_data.py"))
+        mean = lambda part: np.mean([weights[1:].sum() for _, weights in part])
+        wanted = sum(count * mean(part) for count, part in zip(counts, parts)) * config.replay / (1 - config.replay)
+        pieces = text_examples(data, tokenizer, length, wanted * config.epochs, config.seed)
+        counts.append(max(1, round(wanted / mean(pieces))))
+        pieces = pieces[:counts[-1] * config.epochs]                        # each of them once in the run
+        weight = np.float32(wanted / (counts[-1] * mean(pieces)))
+        parts.append([(ids, weights * weight) for ids, weights in pieces])
+        sizes.append(len(pieces))
+        inputs["text"] = data.data_hash[:16]
+    return sum(parts, []), sizes, counts, lost, inputs
+
+
 # --- Batches ----------------------------------------------------------------------------------------------------------
 
-def collate(examples, numbers, pad_id):
-    """Conversations as (inputs, targets, weights), each (B, T), T the longest one's length - 1, up to a multiple of 8:
-    with few different widths memory is reused, and tensor cores are fed.
-
-    A weight stands beside the target it belongs to. Rows are padded on the right, where a causal model sees padding
-    only from positions that weigh nothing; so no mask is needed and attention keeps its fast path."""
-    longest = -(-max(len(examples[n][0]) - 1 for n in numbers) // 8) * 8 + 1
-    ids = np.full((len(numbers), longest), pad_id, dtype=np.int64)
-    weights = np.zeros((len(numbers), longest), dtype=np.float32)
-    for row, n in enumerate(numbers):
-        ids[row, :len(examples[n][0])], weights[row, :len(examples[n][0])] = examples[n]
-    ids, weights = torch.from_numpy(ids), torch.from_numpy(weights)
-    return ids[:, :-1], ids[:, 1:], weights[:, 1:]
-
-
 def micro_batches(examples, numbers, config, pad_id, setup):
-    """This rank's share of a global step, cut into micro-batches.
+    """This rank's share of a global step, cut into micro-batches (inputs, targets, weights) and, packed, begins.
 
     A rank that gets nothing of a short last step still has to take part in it: it computes one row that weighs
     nothing."""
-    cut = parallel.my_share(numbers, config.micro_batch_size, setup)
-    batches = [collate(examples, part, pad_id) for part in cut]
+    if config.batching != "padded":                 # the longest first, so that the ranks get about as many tokens each
+        numbers = sorted(numbers, key=lambda number: -len(examples[number][0]))
+    form = pack if config.batching == "packed" else collate
+    mine = numbers[setup.rank::setup.world]
+    cuts = cut([len(examples[number][0]) - 1 for number in mine], config.batching, config.micro_batch_size, config.micro_tokens)
+    batches = [form(examples, [mine[place] for place in places], pad_id) for places in cuts]
     if not batches:
-        x, y, w = collate(examples, numbers[:1], pad_id)
-        batches = [(x, y, torch.zeros_like(w))]
+        x, y, w, *begins = form(examples, numbers[:1], pad_id)
+        batches = [(x, y, torch.zeros_like(w), *begins)]
     return [tuple(tensor.to(setup.device) for tensor in batch) for batch in batches]
 
 
 # --- One step ---------------------------------------------------------------------------------------------------------
 
-def weighted_losses(model, x, y, w, setup, chunk=0, teacher=None):
+def weighted_losses(model, x, y, w, setup, chunk=0, teacher=None, begins=None):
     """(N,) fp32: the losses of a batch's N targets, times their weights. Only these reach the model's last layer."""
     keep = w > 0                                                           # (B, T)
     with setup.autocast():
         if teacher:
-            return teacher.losses(model(x, keep=keep), y[keep], x, keep) * w[keep]
-        _, losses = model_losses(model, x, y[keep], chunk, keep=keep)
+            return teacher.losses(model, x, y[keep], keep, begins)[0] * w[keep]
+        _, losses = model_losses(model, x, y[keep], chunk, keep=keep, begins=begins)
     return losses * w[keep]
 
 
@@ -194,10 +229,10 @@ def forward_backward(model, batches, end_id, setup, chunk=0, teacher=None):
     """Gradients of the global step's weighted mean loss, left in the parameters.
 
     -> over all ranks: loss, loss_end (of <|end|> alone), weight (of all targets), positions (padding included)"""
-    weight = parallel.all_sum(sum(w.sum(dtype=torch.float64) for _, _, w in batches), setup)
+    weight = parallel.all_sum(sum(w.sum(dtype=torch.float64) for _, _, w, *_ in batches), setup)
     total = torch.zeros(4, dtype=torch.float64, device=setup.device)
-    for x, y, w in parallel.accumulate(batches, model):
-        losses = weighted_losses(model, x, y, w, setup, chunk, teacher)
+    for x, y, w, *begins in parallel.accumulate(batches, model):
+        losses = weighted_losses(model, x, y, w, setup, chunk, teacher, *begins)
         # By the global weight, not by this micro-batch's. DDP divides by the number of ranks, hence the factor.
         (losses.sum() * setup.world / weight.float()).backward()
         losses, at_end = losses.detach().double(), y == end_id
@@ -215,24 +250,51 @@ def evaluate(model, examples, config, pad_id, setup):
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=setup.device)
     order = np.argsort([len(ids) for ids, _ in examples], kind="stable")
-    for x, y, w in micro_batches(examples, order, config, pad_id, setup):
-        losses = weighted_losses(parallel.bare(model), x, y, w, setup, config.loss_chunk)
+    for x, y, w, *begins in micro_batches(examples, order, config, pad_id, setup):
+        losses = weighted_losses(parallel.bare(model), x, y, w, setup, config.loss_chunk, None, *begins)
         total += torch.stack([losses.sum().double(), w.sum().double()])
     model.train()
     loss, weight = parallel.all_sum(total, setup).tolist()
     return loss / weight
 
 
+MEASURED = {"stop": "answers that end", "format": "in the format", "loops": "end in a loop", "distinct_1": "different tokens",
+            "distinct_2": "different pairs", "distinct_3": "different triples", "text_loss": "loss on text"}
+
+
+def answered(model, tokenizer, path, text, length, config, setup):
+    """How the model answers held-out questions, greedily (engine/answers.py), and its loss on held-out pretraining text
+    where there is any with its tokenizer: what tuning makes it forget."""
+    found = {"text_loss": None}
+    if read_json(text / "index.json", {}).get("tokenizer_hash") == tokenizer.hash:
+        pages = text_examples(TokenData(text, "val"), tokenizer, length, 16384, seed=0)
+        found["text_loss"] = evaluate(model, pages, config, tokenizer.pad_id, setup)
+    if setup.is_main:
+        entries = chat.read_conversations(path)
+        entries = [{"messages": entry["messages"][:-1]} for entry in entries[::max(1, len(entries) // config.eval_answers)]]
+        asked = SimpleNamespace(batch_size=config.micro_batch_size, seed=config.seed, max_new_tokens=128)
+        with lora.merged(parallel.bare(model)) as plain:
+            found.update(answer_scores(answers(plain, tokenizer, entries[:config.eval_answers], asked), config.answer_format))
+    return found
+
+
 def check(config, shape, setup):
     """Everything about the settings that can not work, at once."""
-    problems = config.below_one("batch_size", "micro_batch_size", "window", "epochs", "log_every", "eval_every",
+    problems = config.below_one("batch_size", "micro_batch_size", "micro_tokens", "window", "epochs", "log_every", "eval_every",
                                 "eval_conversations", "max_steps") + ladder.ladder_problems(config)
     if config.max_length is not None and not 2 <= config.max_length <= shape.block_size:
         problems.append(f"max_length must lie between 2 and the model's context, {shape.block_size} (or choose a "
                         f"rope_scaling); found {config.max_length}")
     if config.overlong not in ("truncate", "drop"):
         problems.append(f"overlong must be 'truncate' or 'drop', found '{config.overlong}'")
-    problems += config.outside(loss_chunk=(0,))
+    if config.batching not in BATCHINGS:
+        problems.append(f"batching must be one of {', '.join(BATCHINGS)}, found '{config.batching}'")
+    if config.batching == "packed":
+        problems += [f"batching = 'packed' {sentence}" for sentence in shape.inseparable()]
+    problems += config.outside(loss_chunk=(0,), eval_answers=(0,), replay=(0, 0.99))
+    mix = config.conversations_mix
+    if mix is not None and not (mix and all(type(share) in (int, float) and share > 0 for share in mix.values())):
+        problems.append(f"conversations_mix must be files and their shares, numbers above 0; found {mix}")
     problems += lora.problems(config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_targets)
     if config.lora_rank and config.matrix_learning_rate:
         problems.append("matrix_learning_rate (Muon) is for whole matrices; with lora_rank leave it at 0")
@@ -251,11 +313,13 @@ def tune(config, setup, alive):
     path = Path(config.conversations or data / "conversations_train.jsonl")
     val_path = Path(config.val_conversations or data / "conversations_val.jsonl")
     source = Path(config.init_from or Path(config.out_dir) / "pretrain")
-    if config.conversations and not config.val_conversations:
-        refuse_once(setup, f"conversations = {config.conversations}, but no val_conversations: hold some of yours out "
+    mix = {Path(str(name)): share for name, share in (config.conversations_mix or {path: 1.0}).items()}
+    if (config.conversations or config.conversations_mix) and not config.val_conversations:
+        refuse_once(setup, f"conversations = {', '.join(map(str, mix))}, but no val_conversations: hold some of yours out "
                     f"and name their file, or the held-out loss would be that of {val_path}")
-    refuse_missing(setup, {path: "conversations to learn from", val_path: "conversations held out",
-                           source: "pretrained model to tune"}, "Make the demonstration's with",
+    text = {data.parent / "tokens/index.json": "pretraining text to replay"} if config.replay > 0 else {}
+    refuse_missing(setup, {**dict.fromkeys(mix, "conversations to learn from"), val_path: "conversations held out",
+                           source: "pretrained model to tune", **text}, "Make the demonstration's with",
                    f"  {config.command('prepare_chat.py')}      conversations",
                    f"  {config.command('train.py')}      the model",
                    "or give your own: --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl --init_from=DIR")
@@ -267,23 +331,23 @@ def tune(config, setup, alive):
         settings.update(block_size=shape.block_size, rope_scaling=shape.rope_scaling)
     check(config, shape, setup)
     model, tokenizer = read_model(source, **settings)
+    if config.template:
+        chat.adopt(tokenizer, config.template)
 
-    teacher, teachers_folder = None, find_folder(config.teacher) if config.teacher else None
-    if teachers_folder:
-        large, theirs = read_model(teachers_folder)
-        refuse_once(setup, *distill.problems(config, tokenizer, theirs))
-        teacher = distill.Teacher(large.to(setup.device), config.teacher_weight, config.teacher_temperature)
+    teacher, teachers_folder, wrong = distill.open_teacher(config, tokenizer, setup)
+    refuse_once(setup, *wrong)
 
     # 2. Conversations as ids and weights, and what became of those that do not fit.
     length = config.max_length or shape.block_size
-    examples, lost = encode_file(path, tokenizer, length, config, setup)
+    examples, sizes, counts, lost, inputs = gather(mix, data.parent / "tokens", tokenizer, length, config, setup)
     val_examples, _ = encode_file(val_path, tokenizer, length, config, setup, at_most=config.eval_conversations)
     if config.show:
+        setup.say(chat.LEGEND + "\n")
         for ids, weights in examples[:config.show]:
             setup.say(chat.coloured(tokenizer, ids.tolist(), weights.tolist()) + "\n")
         parallel.finish(setup)
         return
-    run, lock = open_run(config, "sft", setup, model=source, conversations=path, **{"teacher": teachers_folder} if teacher else {})
+    run, lock = open_run(config, "sft", setup, model=source, **inputs, **({"teacher": teachers_folder} if teacher else {}))
     if lock is None:
         return
 
@@ -301,22 +365,28 @@ def tune(config, setup, alive):
 
     # 4. What it will cost.
     lengths = np.array([len(ids) for ids, _ in examples])
-    per_epoch = math.ceil(len(examples) / config.batch_size)
+    mass = np.array([weights[1:].sum() for _, weights in examples])
+    n_talks = len(examples) - (sizes[-1] if config.replay else 0)                       # behind them: text
+    per_epoch = math.ceil(sum(counts) / config.batch_size)
     max_steps = config.max_steps or per_epoch * config.epochs
     warmup = warmup_length(max_steps, config.warmup_steps)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     setup.say(f"model       {parallel.bare(model).n_params():,} parameters from {source}, {trained:,} of them trained\n"
               f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, "
               f"{setup.threads} threads\n"
-              f"data        {len(examples):,} conversations of {lengths.mean():.0f} tokens on average, {lengths.max()} "
-              f"at most\n"
+              f"data        {n_talks:,} conversations of {lengths[:n_talks].mean():.0f} tokens on average, {lengths.max()} "
+              f"at most" + f"; {sum(counts):,} in an epoch, of the sources {counts}" * (counts != [n_talks]) + "\n"
               f"run         {max_steps:,} steps of {config.batch_size} conversations, {max_steps / per_epoch:.2f} "
               f"epochs; warm-up {warmup} steps")
     end_id = tokenizer.special(chat.end_token(tokenizer))
     monitor = Monitor(run, setup, max_steps, state["step"], label="sft")
+    measure = partial(answered, model, tokenizer, val_path, data.parent / "tokens", length, config, setup)
+    if state["step"] == 0 and config.eval_answers:
+        before = measure()
+        on_main(lambda: write_json(run / "before.json", before), setup)
 
     # 5. The loop.
-    plan_of = lru_cache(1)(partial(steps_by_length, lengths, config.batch_size, config.window, config.seed))
+    plan_of = lru_cache(1)(partial(plan, lengths, sizes, counts, config.batch_size, config.window, config.seed))
     for step in range(state["step"], max_steps):
         began, numbers = time.perf_counter(), plan_of(step // per_epoch)[step % per_epoch]
         batches = micro_batches(examples, numbers, config, tokenizer.pad_id, setup)
@@ -341,7 +411,8 @@ def tune(config, setup, alive):
         elif wrong or first or last or done % config.log_every == 0:
             padding, speed = 1 - (lengths[numbers] - 1).sum() / totals["positions"], totals["positions"] / seconds
             record = {**totals, "lr": lr, "grad_norm": norm, "padding": padding, "tokens_per_second": speed,
-                      "step_seconds": seconds}
+                      "step_seconds": seconds,
+                      **({"replay": float(mass[numbers[numbers >= n_talks]].sum() / mass[numbers].sum())} if config.replay else {})}
             line = (f"loss {totals['loss']:.4f}  end {totals['loss_end']:.4f}  lr {lr:.2e}  norm {norm:.2f}  "
                     f"{speed:,.0f} tokens/s  padding {padding:.0%}  {wrong}")
         if last or done % config.eval_every == 0:
@@ -360,13 +431,19 @@ def tune(config, setup, alive):
 
     # 6. The end.
     monitor.close()
+    before, after = read_json(run / "before.json", {}), measure() if config.eval_answers else {}
+    if after:
+        setup.say("\n".join([f"{'':<24}{'before':>10}{'after':>10}", *(
+            f"{MEASURED[name]:<24}" + "".join("         -" if found.get(name) is None else f"{found[name]:>10.3f}"
+                                              for found in (before, after)) for name in MEASURED)]))
     if setup.is_main:
         if config.lora_rank:
             lora.save(run / "adapter", parallel.bare(model), source)
         final = read_log(run)[-1]       # and not local names: a run may be killed between its last step and here
         write_json(run / "result.json", {
-            "steps": max_steps, "conversations": len(examples), "epochs": max_steps / per_epoch,
-            "train_loss": final["loss"], "val_loss": final["val_loss"], **lost})
+            "steps": max_steps, "conversations": n_talks, "epochs": max_steps / per_epoch,
+            "train_loss": final["loss"], "val_loss": final["val_loss"], **lost,
+            **{when: {name: found.get(name) for name in MEASURED} for when, found in (("before", before), ("after", after))}})
     setup.say(f"tuned model in {checkpoint.folder_of(run, 'light', max_steps)}")
     parallel.finish(setup)
 

@@ -50,6 +50,7 @@ from engine.shards import batch, begins_of
 from engine.tokenizer import Tokenizer, find_tokenizer
 from engine.watch import LAST_PHASE, Watch, watch_problems
 from model import Llama, ModelConfig
+from techniques import distill
 
 # data and folders
 data_dir = "data/demo"          # tokenizer and token shards
@@ -95,6 +96,11 @@ beta1 = 0.9
 beta2 = 0.95
 adam_eps = 1e-8                 # added to the root of the second moment; Llama 2: 1e-5
 grad_clip = 1.0                 # largest joint norm of all gradients; 0: measured only
+# distillation (techniques/distill.py): a larger model of the same tokenizer says what else could have stood there
+teacher = ""                    # its folder; empty: none
+teacher_weight = 0.5            # share of the loss that is the divergence from the teacher
+teacher_temperature = 2.0       # both are softened by it
+teacher_attention = 0.0         # above 0: what its last layer looks at is learned too, with this weight
 # looking and saving
 eval_every = 250                # steps
 eval_blocks = 128               # blocks of held-out text per evaluation, always the same ones
@@ -196,10 +202,8 @@ def check(config, shape, tokenizer, train, setup):
                                  "eval_blocks")
     problems += config.outside(loss_chunk=(0,), z_loss=(0,))
     problems += optimiser_problems(config) + ladder.ladder_problems(config) + watch_problems(config)
-    if config.separate_documents and shape.sliding_window:
-        problems.append(f"separate_documents does not go with sliding_window = {shape.sliding_window}: its mask has no window")
-    if config.separate_documents and (shape.rope_scaling or {}).get("rope_type") == "longrope":
-        problems.append("separate_documents does not go with longrope, which turns all documents of a row alike")
+    if config.separate_documents:
+        problems += [f"separate_documents {sentence}" for sentence in shape.inseparable()]
     layout, wrong = divide(config, shape, setup.world)
     if problems + wrong:
         refuse_once(setup, *problems, *wrong)
@@ -233,15 +237,17 @@ def sums(losses, inputs, targets, weights, tokenizer):
     return torch.cat([(losses * weights).sum()[None], (losses * kinds).sum((1, 2)), kinds.sum((1, 2)).double()])
 
 
-def losses_of(model, x, y, w, config, tokenizer, setup, hidden=None):
+def losses_of(model, x, y, w, config, tokenizer, setup, hidden=None, teacher=None):
     """model_losses with what the config asks for. hidden: in a stage of a pipeline, what the one before gave."""
     begins = begins_of(x, tokenizer) if config.separate_documents else None
     more = {} if hidden is None else {"hidden": hidden}
     with setup.autocast():
+        if teacher:
+            return teacher.losses(model, x, y, begins=begins)
         return model_losses(model, x, y, config.loss_chunk, config.z_loss, w, begins=begins, **more)
 
 
-def forward_backward(model, micro_batches, config, tokenizer, setup, rows=None, scale=1.0):
+def forward_backward(model, micro_batches, config, tokenizer, setup, rows=None, scale=1.0, teacher=None):
     """Gradients of the global step's mean loss, left in the parameters; -> the step's sums over all ranks.
 
     Each loss is divided by the weight of the whole global step and not by its own micro-batch's: the same gradient for any
@@ -253,7 +259,7 @@ def forward_backward(model, micro_batches, config, tokenizer, setup, rows=None, 
     inner = bare(model) if setup.layout and setup.layout.pp > 1 else model
 
     def score(x, y, w, hidden=None):
-        found = losses_of(inner, x, y, w, config, tokenizer, setup, hidden)
+        found = losses_of(inner, x, y, w, config, tokenizer, setup, hidden, teacher)
         if torch.is_tensor(found):
             return found                                       # a stage's hidden state, for the next one
         objectives, losses = found                             # (B, T)
@@ -367,7 +373,10 @@ def pretrain(config, setup, alive, explained):
     per_step, setup = config.batch_tokens // config.block_size, join(setup, layout)
     with torch.device("meta"):
         n_params = Llama(shape).n_params()          # of all stages
-    run, lock = open_run(config, "pretrain", setup, n_params, data=f"{train.data_hash[:16]} {tokenizer.hash[:16]}")
+    teacher, teachers_folder, wrong = distill.open_teacher(config, tokenizer, setup)
+    refuse_once(setup, *wrong)
+    run, lock = open_run(config, "pretrain", setup, n_params, data=f"{train.data_hash[:16]} {tokenizer.hash[:16]}",
+                         **({"teacher": teachers_folder} if teacher else {}))
     if lock is None:
         return
 
@@ -427,7 +436,7 @@ def pretrain(config, setup, alive, explained):
         watch.phase("forward and backward")
         rows = []
         scale = scaled.value
-        total = forward_backward(model, micro_batches, config, tokenizer, setup, rows, scale)
+        total = forward_backward(model, micro_batches, config, tokenizer, setup, rows, scale, teacher)
         watch.phase("optimizer")
         norm = clip(model.parameters(), config.grad_clip, setup, scale)
         loss, norm, leaving = ladder.agree(total[0], norm, alive.asked, setup)       # the same on every rank

@@ -25,7 +25,10 @@ they are. Every line is checked before anything is used, and all bad lines are r
 """
 
 import json
+import re
+from functools import lru_cache
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from configurator import refuse
@@ -33,14 +36,23 @@ from engine.files import printable
 
 ROLES = ("system", "user", "assistant")
 CHAT_TOKENS = (*(f"<|{role}|>" for role in ROLES), "<|end|>")
-# How a conversation is written down, by the token that ends a message: what stands before the message's text (special
-# tokens, or text), what its text begins with, what follows the end, and whether BOS stands before it all. A model
-# answers in the form that it was taught. The first is ours.
+
+
+def _alike(before, behind, strip=""):
+    return {role: (before.replace("{role}", role), behind, strip) for role in ROLES}
+
+
+# How a conversation is written down, by name: the special token that ends an answer; what stands before all; and for each
+# role what stands before and behind a message's text, and whether blanks at its ends are cut off ("prompted": the user's
+# first one behind a system's). {bos}, {end} and names of special tokens stand for these tokens; what lies between two of
+# them is one text and encoded together, as transformers does. A model answers in the form that it was taught.
 FORMS = {
-    "<|end|>": (("<|{role}|>",), "", "", True),
-    "<|im_end|>": (("<|im_start|>",), "{role}\n", "\n", False),                                           # ChatML
-    "<|eot_id|>": (("<|start_header_id|>", "{role}", "<|end_header_id|>"), "\n\n", "", True),             # Llama 3
-    "</s>": ((), "<|{role}|>\n", "\n", True),                                                # Zephyr, TinyLlama's chat
+    "own": ("<|end|>", "{bos}", _alike("<|{role}|>", "{end}")),
+    "chatml": ("<|im_end|>", "", _alike("<|im_start|>{role}\n", "{end}\n")),
+    "llama3": ("<|eot_id|>", "{bos}", _alike("<|start_header_id|>{role}<|end_header_id|>\n\n", "{end}", "strip")),
+    "zephyr": ("</s>", "{bos}", _alike("<|{role}|>\n", "{end}\n")),                       # and TinyLlama's chat
+    "llama2": ("</s>", "", {"system": ("{bos}[INST] <<SYS>>\n", "\n<</SYS>>\n\n", ""), "prompted": ("", " [/INST]", "rstrip"),
+                            "user": ("{bos}[INST] ", " [/INST]", "strip"), "assistant": (" ", " {end}", "strip")}),
 }
 MOST_REPORTED = 50          # bad lines that are printed one by one
 
@@ -54,63 +66,75 @@ def render(tokenizer, messages, open_assistant=False):
     what the assistant says and on its <|end|>. (Who shifts the ids by one to predict the next token shifts the
     weights with them.) open_assistant: end with <|assistant|>, so that the model's turn is next.
     """
-    missing = [name for name in CHAT_TOKENS if name not in tokenizer.specials]
-    end = end_token(tokenizer)
-    templates = [tokenizer.files.get(name, b"") for name in ("tokenizer_config.json", "chat_template.jinja")]
-    if end == "</s>" and any(b"[INST]" in content for content in templates):
-        refuse("this model's conversations are in the form [INST] ... [/INST] (Llama 2's and Mistral's chat models), "
-               "which is not written here: in another form it would answer worse. Its base model can be taken, or --prompt.")
-    roles = ["bos"] * (end is None or FORMS[end][3]) + ["pad"] * (end is None or not open_assistant)
-    lacking = [*(missing if end is None else []), *(role for role in roles if getattr(tokenizer, f"{role}_id") is None)]
-    if lacking:
-        refuse(f"this tokenizer has no {', '.join(lacking)}: conversations can not be written with it. Use a model "
-               "whose tokenizer comes from train_tokenizer.py, or is in the form of ChatML, Llama 3 or Zephyr.")
-    before, begin, behind, bos = FORMS[end]
+    end, start, roles = FORMS[form_of(tokenizer, for_training=not open_assistant)]
+    ids, weights, runs = [], [], []             # runs: [(text, its weight)] since the last special token
 
-    def opening(role):
-        """The ids before a message's text, and what the text begins with."""
-        parts = [part.format(role=role) for part in before]
-        ids = [[tokenizer.specials[part]] if part in tokenizer.specials else tokenizer.encode(part) for part in parts]
-        return sum(ids, []), begin.format(role=role)
+    def close():
+        if runs:
+            found = tokenizer.encode("".join(text for text, _ in runs))
+            ids.extend(found)
+            weights.extend(_weights_of(tokenizer, found, runs))
+            runs.clear()
 
-    ids, carried = [tokenizer.bos_id] if bos else [], ""
-    weights = [0.0] * len(ids)
-    for message in messages:
-        head, lead = opening(message["role"])
-        lead = carried + lead
-        # The text is encoded together with what it begins with, as the model has seen it.
-        content = tokenizer.encode(lead + message["content"])
-        weight = message.get("weight", 1.0) if message["role"] == "assistant" else 0.0
-        trained = 1.0 if isinstance(weight, list) else float(weight)
-        if isinstance(weight, list) or lead:
-            spans = weight if isinstance(weight, list) else [[0, len(message["content"]), weight]]
-            spans = [[0, len(lead), 0.0], *([start + len(lead), stop + len(lead), w] for start, stop, w in spans)]
-            of_content = _span_weights(tokenizer, content, lead + message["content"], spans)
-        else:
-            of_content = [trained] * len(content)
-        # Where no token opens a message, what is behind an end and the next message's beginning are one text.
-        after, carried = (tokenizer.encode(behind), "") if before else ([], behind)
-        ids += [*head, *content, tokenizer.specials[end], *after]
-        weights += [*[0.0] * len(head), *of_content, trained, *[0.0] * len(after)]
-    head, lead = opening("assistant") if open_assistant else ([], "")
-    ids += head + tokenizer.encode(carried + lead)
-    return ids, weights + [0.0] * (len(ids) - len(weights))
+    def put(text, weight):
+        for part in _parts(tokenizer, end, text):
+            if isinstance(part, int):
+                close()
+                ids.append(part)
+                weights.append(weight)
+            else:
+                runs.append((part, weight))
+
+    put(start, 0.0)
+    for i, message in enumerate(messages):
+        role = message["role"]
+        if i and "prompted" in roles and role == "user" and messages[i - 1]["role"] == "system":
+            role = "prompted"
+        before, behind, strip = roles[role]
+        weight = message.get("weight", 1.0) if role == "assistant" else 0.0
+        said = _runs(message["content"], weight, strip)
+        # The blank that Llama 2's answers begin with is no part of the prompt, so the assistant has to say it.
+        put(before.rstrip(" ") if role == "assistant" else before, 0.0)
+        runs += [(" ", said[0][1])] * (role == "assistant" and before.endswith(" ")) + said
+        until, token, rest = behind.partition("{end}")
+        put(until + token, 1.0 if isinstance(weight, list) else float(weight))
+        put(rest, 0.0)
+    if open_assistant:
+        put(roles["assistant"][0].rstrip(" "), 0.0)
+    close()
+    return ids, weights
 
 
-def end_token(tokenizer):
-    """The special token that ends a message, the first of FORMS that the tokenizer can write; None without one."""
-    ours = all(name in tokenizer.specials for name in CHAT_TOKENS)
-    return next((end for end in FORMS if end in tokenizer.specials and (end != "<|end|>" or ours)), None)
+@lru_cache(256)
+def _parts(tokenizer, end, text):
+    """What a form's text is made of: special tokens' ids, and texts."""
+    ids = {**tokenizer.specials, "{bos}": tokenizer.bos_id, "{end}": tokenizer.specials[end]}
+    names = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
+    return [ids.get(part, part) for part in re.split(f"({names})", text) if part]
 
 
-def _span_weights(tokenizer, ids, text, spans):
-    """The weight of each token of a text: the highest weight among the characters that the token has bytes of."""
-    clean = tokenizer.clean(text)
-    by_character = [1.0] * len(clean)
-    for span in spans:
-        start, end = (len(tokenizer.clean(text[:place])) for place in span[:2])
-        by_character[start:end] = [float(span[2])] * (end - start)
-    by_byte = [weight for char, weight in zip(clean, by_character) for _ in char.encode()]
+def _runs(content, weight, strip):
+    """[(text, weight)] of a message, whose weight is a number or a list of spans."""
+    kept = getattr(content, strip)() if strip else content
+    if not isinstance(weight, list):
+        return [(kept, float(weight))]
+    by_character = [1.0] * len(content)
+    for start, stop, value in weight:
+        by_character[start:stop] = [float(value)] * (stop - start)
+    first = content.index(kept)
+    pairs = zip(kept, by_character[first:first + len(kept)])
+    return [("".join(char for char, _ in run), value) for value, run in groupby(pairs, key=itemgetter(1))] or [("", 1.0)]
+
+
+def _weights_of(tokenizer, ids, runs):
+    """The weight of each token of runs, joined: the highest weight among the characters that the token has bytes of."""
+    if len({weight for _, weight in runs}) == 1:
+        return [runs[0][1]] * len(ids)
+    text, by_character = "", []
+    for part, weight in runs:
+        text += part
+        by_character += [weight] * (len(tokenizer.clean(text)) - len(by_character))
+    by_byte = [weight for char, weight in zip(tokenizer.clean(text), by_character) for _ in char.encode()]
     by_byte[:0] = by_byte[:1] * len(tokenizer.prefix)
     weights, at = [], 0
     for id in ids:
@@ -120,17 +144,70 @@ def _span_weights(tokenizer, ids, text, spans):
     return weights
 
 
+def form_of(tokenizer, for_training=False):
+    """The name of the form in which the model with this tokenizer writes conversations: that of its template, if it is one
+    that `jinja` wrote, else the first whose end the tokenizer has. Refuses where it has none."""
+    template, config = (tokenizer.files.get(file, b"") for file in ("chat_template.jinja", "tokenizer_config.json"))
+    able = [name for name, (end, _, _) in FORMS.items() if end in tokenizer.specials
+            and (name != "own" or all(token in tokenizer.specials for token in CHAT_TOKENS))]
+    name = next((name for name in able if template and template == jinja(tokenizer, name)), None)
+    if not name and able[:1] == ["zephyr"] and b"[INST]" in (template or config):
+        if b"<<SYS>>" not in (template or config):
+            refuse("this model's conversations are in the form [INST] ... [/INST] of Mistral's chat models, which is not "
+                   "written here: in another form it would answer worse. Its base model can be taken, or --prompt.")
+        name = "llama2"
+    name = name or next(iter(able), None)
+    lacking = [token for token in CHAT_TOKENS if token not in tokenizer.specials] if name is None else []
+    roles = ["bos"] * (name is None or "{bos}" in repr(FORMS[name])) + ["pad"] * (name is None or for_training)
+    lacking += [role for role in roles if getattr(tokenizer, f"{role}_id") is None]
+    if lacking:
+        refuse(f"this tokenizer has no {', '.join(lacking)}: conversations can not be written with it. Use a model "
+               "whose tokenizer comes from train_tokenizer.py, or is in the form of ChatML, Llama 2 or 3, or Zephyr.")
+    return name
+
+
+def adopt(tokenizer, name):
+    """Has the tokenizer write conversations in this form, also when it has been saved and is read again."""
+    able = [form for form, (end, _, _) in FORMS.items() if end in tokenizer.specials]
+    if name not in able:
+        refuse(f"template must be one of those whose special tokens the tokenizer has ({', '.join(able) or 'none'}), found '{name}'")
+    tokenizer.files["chat_template.jinja"] = jinja(tokenizer, name)
+
+
+@lru_cache
+def jinja(tokenizer, name):
+    """A form in the language of Hugging Face's templates, as bytes."""
+    end, start, roles = FORMS[name]
+    text = lambda part: repr(part.replace("{bos}", tokenizer.roles.get("bos") or "").replace("{end}", end))
+    tests = {role: f"message['role'] == '{role}'" for role in ROLES}
+    tests["prompted"] = "loop.index0 == 1 and messages[0]['role'] == 'system'"
+    cases = [f"if {tests[role]} -%}}{{{{- {text(before)} + message['content']" + f".{strip}()" * bool(strip)
+             + f" + {text(behind)} -}}}}" for role, (before, behind, strip) in
+             sorted(roles.items(), key=lambda item: item[0] != "prompted")]
+    return (f"{{{{- {text(start)} -}}}}{{%- for message in messages -%}}{{%- {'{%- el'.join(cases)}{{%- endif -%}}{{%- endfor -%}}"
+            f"{{%- if add_generation_prompt -%}}{{{{- {text(roles['assistant'][0].rstrip(' '))} -}}}}{{%- endif -%}}").encode()
+
+
+def end_token(tokenizer):
+    """The special token that ends what the assistant says."""
+    return FORMS[form_of(tokenizer)][0]
+
+
 def stop_ids(tokenizer):
     """The ids that end the assistant's turn, or a text."""
-    return {tokenizer.eos_id, *(tokenizer.specials.get(end) for end in FORMS)} - {None}
+    return {tokenizer.eos_id, *(tokenizer.specials.get(end) for end, _, _ in FORMS.values())} - {None}
+
+
+LEGEND = "\x1b[90mno weight\x1b[0m  \x1b[36mbelow 1\x1b[0m  \x1b[32mtrained\x1b[0m  \x1b[93mabove 1\x1b[0m"
 
 
 def coloured(tokenizer, ids, weights):
-    """The tokens as text for a terminal: green where trained, grey where not, special tokens by name."""
+    """The tokens as text for a terminal, in colours for their weights (LEGEND), special tokens by name."""
     parts = []                      # neighbours of one colour are decoded together, so that no character is cut
-    for trained, run in groupby(zip(ids, weights, strict=True), key=lambda pair: pair[1] > 0):
+    colour = lambda pair: 90 if pair[1] == 0 else 36 if pair[1] < 1 else 32 if pair[1] == 1 else 93
+    for number, run in groupby(zip(ids, weights, strict=True), key=colour):
         text = printable(tokenizer.decode([id for id, _ in run], skip_special=False))
-        parts.append(f"\x1b[{32 if trained else 90}m{text}\x1b[0m")
+        parts.append(f"\x1b[{number}m{text}\x1b[0m")
     return "".join(parts)
 
 

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from engine.chat import coloured, read_conversations, read_preferences, read_prompts, render, stop_ids
+from engine.chat import adopt, coloured, form_of, jinja, read_conversations, read_preferences, read_prompts, render, stop_ids
 from engine.tokenizer import BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer
 
 
@@ -134,6 +134,9 @@ def test_coloured_marks_what_is_trained_and_obeys_nothing(tokenizer):
     messages = [{"role": "user", "content": "\x1b[2Jred\x07"}, {"role": "assistant", "content": "\U0001f44d ok"}]
     shown = coloured(tokenizer, *render(tokenizer, messages))
     assert shown == "\x1b[90m<|bos|><|user|>red<|end|><|assistant|>\x1b[0m\x1b[32m\U0001f44d ok<|end|>\x1b[0m"
+    messages[1] = {"role": "assistant", "content": "abc", "weight": [[0, 1, 0.5], [1, 2, 2]]}
+    shown = coloured(tokenizer, *render(tokenizer, messages))
+    assert shown.endswith("\x1b[0m\x1b[36ma\x1b[0m\x1b[93mb\x1b[0m\x1b[32mc<|end|>\x1b[0m")
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -257,7 +260,7 @@ def test_bad_preferences(bad, reason, tmp_path, capsys):
     ("chatml", "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\n\nhi<|im_end|>\n<|im_start|>assistant\nyo é<|im_end|>\n"
                "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"),
     ("llama3", "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
-               "<|start_header_id|>user<|end_header_id|>\n\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nyo é"
+               "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nyo é"
                "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n")])
 def test_other_families_are_answered_in_their_own_form(form, expected):
     names = {"chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -276,6 +279,39 @@ def test_other_families_are_answered_in_their_own_form(form, expected):
     assert [w for w in weights if w] == [0.25, 1.0, 1.0, 1.0] and end in stop_ids(tokenizer)
     messages[2]["weight"] = 0.5
     assert [w for w in render(tokenizer, messages)[1] if w] == [0.5] * (len(said) + 1)
+
+
+PUBLISHED = {       # the templates of Qwen's and of Meta's folders, without a system message that Qwen's puts in by itself
+    "chatml": "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+              "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "llama3": "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ "
+              "message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}"
+              "{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"}
+TOKENS = {"chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "own": SPECIAL_TOKENS, "llama3": [
+    "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>"]}
+
+
+@pytest.mark.parametrize("form", TOKENS)
+def test_ids_are_those_of_transformers_for_the_published_template_and_for_the_one_that_is_saved(form, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    names = TOKENS[form]
+    roles = {"chatml": {"bos": None, "eos": names[-1], "pad": names[0]}, "llama3": {"bos": names[0], "eos": names[-1], "pad": names[-1]}}
+    made = Tokenizer([bytes([b]) for b in BYTE_ORDER], PATTERNS["gpt4"], {name: 256 + i for i, name in enumerate(names)},
+                     roles=roles.get(form))
+    made.save(tmp_path)
+    ours = Tokenizer.load(tmp_path)
+    ours.save(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    blanks = [{"role": "user", "content": "\n  a\n"}, {"role": "assistant", "content": " b {{ c }} 'd' \r\n\n"}]
+    for template in (PUBLISHED.get(form), jinja(ours, form).decode()):
+        for messages in (THREE_TURNS, THREE_TURNS[1:], blanks, [{"role": "user", "content": "x"}]) if template else ():
+            for opened in (False, True):
+                text = theirs.apply_chat_template(messages, chat_template=template, add_generation_prompt=opened, tokenize=False)
+                assert render(ours, messages, opened)[0] == theirs.encode(text, add_special_tokens=False), text
+    adopt(ours, form)
+    ours.save(tmp_path)
+    again = Tokenizer.load(tmp_path)
+    assert form_of(again) == form and render(again, THREE_TURNS) == render(ours, THREE_TURNS) == render(made, THREE_TURNS)
 
 
 # ------------------------------------------------------------------------------------------------------- usual forms

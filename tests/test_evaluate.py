@@ -103,7 +103,7 @@ def test_leakage_finds_what_was_planted_and_nothing_else():
 def test_hashes_of_grams_do_not_collide_and_know_the_order():
     rng = random.Random(1)
     texts = {" ".join(rng.choice("abcd") for _ in range(13)) for _ in range(5000)}
-    hashes = [int(evaluate.grams(text.encode())[0]) for text in texts]
+    hashes = [int(evaluate.grams(text.encode().split())[0]) for text in texts]
     assert len(set(hashes)) == len(texts)
 
 
@@ -118,7 +118,7 @@ def test_loops(ids, looping):
 
 def answer_with(monkeypatch, texts, stopped=True):
     monkeypatch.setattr(evaluate, "answers", lambda model, tokenizer, entries, config, temperature=0.0:
-                        [(text, stopped, 5) for text in texts])
+                        [(text, stopped, [7] * 5) for text in texts])
 
 
 def test_questions_are_scored_by_kind(monkeypatch):
@@ -130,7 +130,7 @@ def test_questions_are_scored_by_kind(monkeypatch):
     assert by_kind["spell"] == {"n": 2, "exact": 0.5, "format": 1.0, "stop": 1.0}
     assert by_kind["count"] == {"n": 1, "exact": 0.0, "format": 0.0, "stop": 1.0}
     assert by_kind["remark"] == {"n": 1, "exact": None, "format": 1.0, "stop": 1.0}
-    assert together == {"n": 4, "format": 0.75, "stop": 1.0, "format_and_stop": 0.75}
+    assert together == {"n": 4, "format": 0.75, "stop": 1.0, "format_and_stop": 0.75, "loops": 1.0, "distinct_2": 0.25}
     answer_with(monkeypatch, ["a b", "c x", "Parameters: two.", "It is dull."], stopped=False)
     assert evaluate.question_scores(None, None, entries, config_of())[1]["format_and_stop"] == 0.0
 

@@ -221,6 +221,13 @@ def test_weights_stand_over_the_characters_that_were_given():
 
 ZEPHYR = ("{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + eos_token + '\n' }}"
           "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}")
+LLAMA_2 = (             # as in the folder of its chat model, but for the roles' order, which is checked elsewhere
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}"
+    "{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
+    "{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + "
+    "message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+    "{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}")
 TALK = [{"role": "user", "content": "hi  you"}, {"role": "assistant", "content": "Yes."},
         {"role": "user", "content": "?"}, {"role": "assistant", "content": "no"}]
 
@@ -241,6 +248,47 @@ def test_conversations_of_pieces_are_those_of_the_models_template(own, tmp_path,
     with pytest.raises(SystemExit) as stop:
         chat.render(Tokenizer.load(written(tmp_path, own, chat_template="[INST] {{ x }} [/INST]")), TALK)
     assert stop.value.code == 2 and "[INST]" in capsys.readouterr().err
+
+
+def test_llama_2s_conversations_are_those_of_its_template(own, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = Tokenizer.load(written(tmp_path, published(own), chat_template=LLAMA_2))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    system = {"role": "system", "content": " Be brief.\n"}
+    blanks = [{"role": "user", "content": "\n what is \u4e2d 7?  "}, {"role": "assistant", "content": "  7 [/INST]  is\n"}]
+    for messages in (TALK, [system, *TALK], [system, *blanks, *TALK], [*TALK, *blanks], TALK[:1], [system, *TALK[:3]]):
+        opened = messages[-1]["role"] == "user"
+        text = theirs.apply_chat_template(messages, add_generation_prompt=opened, tokenize=False)
+        ids, weights = chat.render(tokenizer, messages, opened)
+        assert ids == theirs.encode(text, add_special_tokens=False) and len(ids) == len(weights)
+    ids, weights = chat.render(tokenizer, [system, *TALK])
+    said = [tokenizer.decode([id], skip_special=False) for id, weight in zip(ids, weights) if weight]
+    assert "".join(said).replace(" ", "") == "Yes.</s>no</s>" and said.count("</s>") == 2
+    # The answer's tokens come right behind what is asked of the model.
+    prompt, _ = chat.render(tokenizer, [system, *TALK[:1]], open_assistant=True)
+    assert ids[:len(prompt)] == prompt and weights[len(prompt)] == 1 and not any(weights[:len(prompt)])
+    weighed = [TALK[0], {"role": "assistant", "content": " Yes. ", "weight": [[0, 4, 0.25], [4, 6, 3.0]]}]
+    ids, weights = chat.render(tokenizer, weighed)
+    assert [w for w in weights if w][-1] == 1.0 and {0.25, 3.0} <= set(weights)
+
+
+@pytest.mark.parametrize("form", ["zephyr", "llama2"])
+def test_a_base_model_takes_the_form_that_is_chosen_and_keeps_it(form, own, tmp_path, capsys):
+    """Its tokenizer tells nothing; what is saved tells us and transformers."""
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "saved").mkdir()
+    tokenizer = Tokenizer.load(written(tmp_path, published(own)))
+    chat.adopt(tokenizer, form)
+    tokenizer.save(tmp_path / "saved")
+    again, theirs = Tokenizer.load(tmp_path / "saved"), transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "saved")
+    assert chat.form_of(again) == form
+    for messages in ([{"role": "system", "content": "S"}, *TALK], TALK[:3]):
+        opened = messages[-1]["role"] == "user"
+        text = theirs.apply_chat_template(messages, add_generation_prompt=opened, tokenize=False)
+        assert chat.render(again, messages, opened)[0] == theirs.encode(text, add_special_tokens=False), text
+    with pytest.raises(SystemExit) as stop:
+        chat.adopt(tokenizer, "chatml")
+    assert stop.value.code == 2 and "zephyr, llama2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["model", "json", "qwen"])

@@ -23,6 +23,7 @@ from engine.monitor import read_log
 from engine.parallel import Setup
 from engine.shards import steps_by_length
 from small import ALONE, ROOT, byte_tokenizer, small_llama
+from test_packing import shards
 
 END = "<|end|>"
 
@@ -64,7 +65,7 @@ def world(tmp_path):
 
 
 def config_of(**changes):
-    return type("Config", (), {"micro_batch_size": 3, **changes})()
+    return type("Config", (), {"micro_batch_size": 3, "batching": "padded", "micro_tokens": 0, **changes})()
 
 
 def gradients(model, examples, batch_sizes, setup=ALONE):
@@ -227,8 +228,15 @@ def test_nothing_left_to_learn_is_refused(world, capsys):
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 
-def test_an_interrupted_run_continues_bit_for_bit(world, monkeypatch):
+@pytest.mark.parametrize("batching", ["padded", "packed"])
+def test_an_interrupted_run_continues_bit_for_bit(world, monkeypatch, batching):
     extra = ["--epochs=2", "--dropout=0.1", "--save_full=3", "--keep=2"]
+    if batching == "packed":                    # and from three sources
+        shards(world.folder / "data" / "tokens")
+        write_lines(world.folder / "other.jsonl", uneven(9, seed=4))
+        mix = {str(world.folder / "data/chat/conversations_train.jsonl"): 2, str(world.folder / "other.jsonl"): 1}
+        extra += ["--batching=packed", "--micro_tokens=100", f"--conversations_mix={mix}", "--replay=0.25",
+                  f"--val_conversations={world.folder / 'data/chat/conversations_val.jsonl'}"]
     whole = world("whole", *extra)
     last = max(int(path.name[5:]) for path in whole.glob("step_*"))
     original = sft.forward_backward
@@ -247,7 +255,34 @@ def test_an_interrupted_run_continues_bit_for_bit(world, monkeypatch):
     assert [record["loss"] for record in read_log(torn)] == [record["loss"] for record in read_log(whole)]
     a, b = (load_file(run / f"step_{last:08d}" / "model.safetensors") for run in (whole, torn))
     assert all(torch.equal(a[name], b[name]) for name in a)
-    assert json.loads((torn / "result.json").read_text())["steps"] == last
+    found = [json.loads((run / "result.json").read_text()) for run in (torn, whole)]
+    assert found[0] == found[1] and found[0]["steps"] == last
+    if batching == "packed":
+        log = read_log(whole)
+        weight = sum(record["weight"] for record in log)
+        assert sum(record["replay"] * record["weight"] for record in log) / weight == pytest.approx(0.25, abs=0.01)
+        assert found[0]["before"]["text_loss"] > found[0]["after"]["text_loss"] > 0 and found[0]["conversations"] == 59
+
+
+def test_a_second_stage_on_a_mixture_forgets_less(world):
+    """General conversations, then those of one field: alone, with a share of the first ones, and with pretraining text."""
+    folder = world.folder
+    data = folder / "data" / "chat"
+    shards(folder / "data" / "tokens")
+    general, field = ([talk(f"say {a}", a * 3) for a in "abc"], [talk(f"say {a}", "z") for a in "def"])
+    for name, entries in (("general", general), ("field", field)):
+        write_lines(data / f"{name}.jsonl", entries * 16)
+    settings = ["--batch_size=12", "--micro_batch_size=12", "--epochs=20", "--learning_rate=1e-2", "--eval_answers=0", "--save_full=0"]
+    first = world("general", *settings, f"--conversations={data / 'general.jsonl'}", f"--val_conversations={data / 'general.jsonl'}",
+                  "--replay=0.3")
+
+    def second(name, *extra):
+        run = world(name, *settings, f"--init_from={first}", f"--val_conversations={data / 'general.jsonl'}", *extra)
+        return read_log(run)[-1]["val_loss"]
+    alone = second("alone", f"--conversations={data / 'field.jsonl'}")
+    mixed = second("mixed", f"--conversations_mix={ {str(data / 'field.jsonl'): 0.8, str(data / 'general.jsonl'): 0.2} }")
+    start = read_log(first)[-1]["val_loss"]
+    assert start < 0.1 and mixed < start + 0.1 and alone > start + 1, (start, mixed, alone)
 
 
 def test_a_run_that_was_killed_behind_its_last_step_is_finished_by_the_next_call(world):
@@ -331,14 +366,17 @@ def test_a_step_that_is_not_finite_is_skipped_and_many_in_a_row_end_the_run(worl
 
 
 def test_one_and_two_processes_give_the_same_losses(world):
-    """50 conversations in steps of 8: the last step of 2 gives each process one; with a batch of 7, one gets none. The
-    two are asked to leave on the way, and continue."""
+    """50 weighed conversations in steps of 7: the last step has one, so one process gets none. The one pads, the two pack;
+    and these are asked to leave on the way, and continue."""
+    folder, rng = world.folder, random.Random(2)
+    write_lines(folder / "data" / "chat" / "conversations_train.jsonl", [talk(
+        entry["messages"][0]["content"], (said := entry["messages"][1]["content"]),
+        weight=rng.choice([1, 0.25, [[0, len(said), 3.5]]])) for entry in uneven(50)])
     one = read_log(world("one", "--batch_size=7", "--max_steps=8"))
-    folder = world.folder
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--rdzv_backend=c10d",
              "--rdzv_endpoint=localhost:0", str(ROOT / "sft.py"), f"--data_dir={folder / 'data'}",
              f"--out_dir={folder / 'two'}", f"--init_from={folder / 'base'}", "--batch_size=7", "--max_steps=8",
-             "--micro_batch_size=3", "--threads=1", "--device=cpu", "--dtype=fp32", "--log_every=1", "--window=2"]
+             "--batching=packed", "--micro_tokens=60", "--threads=1", "--device=cpu", "--dtype=fp32", "--log_every=1", "--window=2"]
     def launched(number=None):
         """What was said; the signal comes as soon as the run has its folder, and waits for the end of a step."""
         process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
@@ -364,8 +402,8 @@ def test_one_and_two_processes_give_the_same_losses(world):
 
 
 def test_each_epoch_has_an_order_of_its_own(world, monkeypatch):
-    real, epochs = sft.steps_by_length, []
-    monkeypatch.setattr(sft, "steps_by_length", lambda *args: epochs.append(args[-1]) or real(*args))
+    real, epochs = sft.plan, []
+    monkeypatch.setattr(sft, "plan", lambda *args: epochs.append(args[-1]) or real(*args))
     world("out", "--batch_size=25", "--max_steps=4")
     assert epochs == [0, 1]
 
@@ -422,8 +460,15 @@ def test_bad_lines_are_all_named(world, capsys):
 
 def test_all_bad_settings_are_named_at_once(world, capsys):
     with pytest.raises(SystemExit) as stop:
-        world("out", "--batch_size=0", "--overlong=maybe", "--max_length=1000", "--dropout=1.5",
-              "--max_bad_steps=0", "--learning_rate=0", "--matrix_learning_rate=0.1")
+        world("out", "--batch_size=0", "--overlong=maybe", "--max_length=1000", "--dropout=1.5", "--batching=stacked",
+              "--micro_tokens=0", "--replay=-1", "--max_bad_steps=0", "--learning_rate=0", "--matrix_learning_rate=0.1")
     said = capsys.readouterr().err
-    assert stop.value.code == 2 and all(word in said for word in ("batch_size", "overlong", "max_length", "dropout",
-                                                                     "max_bad_steps", "matrix_learning_rate"))
+    assert stop.value.code == 2 and all(word in said for word in (
+        "batch_size", "overlong", "max_length", "dropout", "batching", "micro_tokens", "replay", "max_bad_steps", "matrix_learning_rate"))
+    path = world.folder / "data" / "chat" / "conversations_val.jsonl"
+    with pytest.raises(SystemExit):
+        world("out", f"--conversations_mix={ {str(path): 0} }", f"--val_conversations={path}")
+    assert "numbers above 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        world("out", "--replay=0.1")
+    assert "no pretraining text to replay" in capsys.readouterr().err
