@@ -29,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 from configurator import refuse
 
 ORIGINAL = "original_max_position_embeddings"       # the context before it was stretched
-OWN_UP_TO = 512         # tokens of a row; up to so many a compiled step on a CPU has a gradient of its own (see CpuFlash)
 MASK_UP_TO = 1024       # tokens of a row; in longer ones documents are attended to one by one (see `apart`)
 # The smallest and largest of each that is no slip: a model of 10**12 layers would be built for ever.
 BOUNDS = {"vocab_size": (1, 1 << 24), "n_layer": (1, 1 << 12), "n_head": (1, 1 << 12), "n_kv_head": (1, 1 << 12),
@@ -158,7 +157,7 @@ def rotate(x, cos, sin):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-def attend(q, k, v, allowed, kind, own_gradient=False):
+def attend(q, k, v, allowed, kind):
     """softmax(q kᵀ / sqrt(D)) v.   q (B, H, T, D); k, v (B, K, S, D) -> like q
 
     allowed: what each token may look at. None: itself and what is before it (T == S). (B, 1, T, S) bool: where it is
@@ -166,14 +165,10 @@ def attend(q, k, v, allowed, kind, own_gradient=False):
 
     The scores q kᵀ are never rounded to bf16: from 256 on bf16 counts in steps of 2, and a score that is off by 1 is a
     probability that is off by a factor e. 'flash' kernels keep scores and softmax in fp32 inside; 'fp32' does it where it
-    can be seen; 'bf16' makes that mistake, so that it can be measured (bench/attention.py).
-    own_gradient: CpuFlash for short rows."""
+    can be seen; 'bf16' makes that mistake, so that it can be measured (bench/attention.py)."""
     if allowed is not None and allowed.dim() == 1:
         return attend_apart(q, k, v, allowed, kind)
     if kind == "flash":
-        if own_gradient and allowed is None and q.size(2) <= OWN_UP_TO:
-            group = q.size(1) // k.size(1)
-            return CpuFlash.apply(q, *(y.repeat_interleave(group, dim=1) if group > 1 else y for y in (k, v)))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=allowed is None,
                                               enable_gqa=q.size(1) != k.size(1))
     group = q.size(1) // k.size(1)
@@ -187,41 +182,6 @@ def attend(q, k, v, allowed, kind, own_gradient=False):
         weights = scores.masked_fill(~causal, torch.finfo(scores.dtype).min).softmax(dim=-1)      # fp32
         y = weights.to(v.dtype) @ v
     return y if allowed is None else y.masked_fill(~allowed.any(-1, keepdim=True), 0)
-
-
-class CpuFlash(torch.autograd.Function):
-    """SDPA, causal, with another gradient: the one that torch 2.13 has for CPUs takes seven times as long as the forward
-    pass, for rows of 64 tokens seventeen times. Compiled, this one takes half of it at 256 and a fifth at 64; eager, or
-    for long rows, it is slower. q, k, v (B, H, T, D); the scores are fp32 here too."""
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        y, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-        ctx.save_for_backward(q, k, v, y, log_sum)             # log_sum (B, H, T): of the softmax's denominators
-        return y
-
-    @staticmethod
-    def backward(ctx, gradient):
-        q, k, v, y, log_sum = ctx.saved_tensors
-        time, scale = q.size(2), 1 / math.sqrt(q.size(-1))
-        starts = range(0, time, 128)                           # rows at a time: what they can not see is not computed
-        dq, dk, dv = [], [[] for _ in starts], [[] for _ in starts]
-        with torch.autocast("cpu", enabled=False):
-            for start in starts:
-                end = min(time, start + 128)
-                rows, up_to = (slice(None), slice(None), slice(start, end)), (slice(None), slice(None), slice(end))
-                causal = torch.ones(end - start, end, dtype=torch.bool).tril(start)
-                scores = q[rows].float() @ k[up_to].float().transpose(-2, -1) * scale
-                weights = torch.where(causal, (scores - log_sum[rows][..., None]).exp(), 0.0)
-                d_weights = (gradient[rows] @ v[up_to].transpose(-2, -1)).float()
-                middle = (gradient[rows].float() * y[rows].float()).sum(-1, keepdim=True)    # of d_weights, weighted
-                d_scores = (weights * (d_weights - middle) * scale).to(q.dtype)
-                dq.append(d_scores @ k[up_to])
-                for parts, part in ((dk, d_scores.mT @ q[rows]), (dv, weights.to(q.dtype).mT @ gradient[rows])):
-                    for i, piece in enumerate(part.split(128, dim=2)):
-                        parts[i].append(piece.float())
-            join = lambda parts: torch.cat([sum(pieces).to(q.dtype) for pieces in parts], dim=2)
-            return torch.cat(dq, dim=2), join(dk), join(dv)
 
 
 @torch.compiler.disable           # of one length each, what is compiled for one step would not fit the next
@@ -238,7 +198,7 @@ def attend_apart(q, k, v, lengths, kind):
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.config, self.own_gradient = config, False         # parallel.compile_blocks sets it
+        self.config, self.attend = config, attend       # parallel.compile_blocks knows a faster one for CPUs
         width, kv_width = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
         self.q_proj = nn.Linear(config.n_embd, width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.n_embd, kv_width, bias=config.qkv_bias)
@@ -257,7 +217,7 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if remember is not None:
             k, v = remember(k, v)
-        y = attend(q, k, v, allowed, self.config.attention, self.own_gradient)
+        y = self.attend(q, k, v, allowed, self.config.attention)
         return self.o_proj(y.transpose(1, 2).reshape(batch, time, -1))
 
 

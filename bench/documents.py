@@ -40,6 +40,7 @@ threads = 0
 
 def main(config):
     setup = parallel.start(config.device, config.dtype, None, config.threads, config.seed)
+    parallel.keep_memory(setup)         # as train.py does
     print(f"torch {torch.__version__}, {setup.device}, {str(setup.dtype)[6:]}, {setup.threads} threads; "
           f"{config.n_layer} layers of {config.n_embd}, {config.tokens} tokens a step\n"
           f"{'row':>8}{'document':>10}{'without, ms':>14}{'mask / without':>18}"

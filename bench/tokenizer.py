@@ -11,8 +11,8 @@ The text is Python's own library, or the .jsonl.zst and text files of `folder`. 
 documents of about 100,000 characters, for pieces never cross a document's border. Times of threads and processes are
 added up.
 """
+import json
 import os
-import pickle
 import resource
 import statistics
 import sys
@@ -61,19 +61,20 @@ def documents(config):
 
 
 def measured(work):
-    """(result, seconds of CPU, seconds, MB needed beyond what was there) of work() in a process of its own."""
+    """[result, seconds of CPU, seconds, MB needed beyond what was there] of work() in a process of its own, by way of
+    JSON, with bytes in hexadecimal."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         before, began, peak = times(), time.perf_counter(), memory()
         result = work()
         found = (result, times() - before, time.perf_counter() - began, memory() - peak)
-        with open(writer, "wb") as pipe:
-            pickle.dump(found, pipe)
+        with open(writer, "w") as pipe:
+            json.dump(found, pipe, default=bytes.hex)
         os._exit(0)
     os.close(writer)
-    with open(reader, "rb") as pipe:
-        found = pickle.load(pipe)
+    with open(reader) as pipe:
+        found = json.load(pipe)
     os.waitpid(child, 0)
     return found
 

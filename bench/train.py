@@ -6,18 +6,21 @@ How fast a step of training is: train.py's own, beside a GPT-2 in fp32 and trans
     python bench/train.py --shape=wide --peers=False --rounds=5          4 layers of 2048
     python bench/train.py --profile=3                       where the time of 3 steps goes
 
-All train on the same tokens and take turns, a step each, in one process; ratios are medians over the rounds of their
-time / our time. A step is forward, backward, gradients clipped to a norm of 1, and AdamW. Ours is what train.py does by
-default (on a CPU deterministic, which the peers are not). The GPT-2 has as many layers, heads and channels; it is in
-fp32, as nanoGPT is on a CPU, eager and compiled. transformers' Llama has our shape and is compiled whole, once with its
-weights in bf16, once under autocast as ours, each with the fused AdamW.
+All train on the same tokens and take turns, a step each; ratios are medians over the rounds of their time / our time.
+A step is forward, backward, gradients clipped to a norm of 1, and AdamW. Ours is what train.py does by default: on a
+CPU deterministic, with freed memory kept (parallel.keep_memory). The peers do neither by themselves, so they have a
+process of their own; peers_keep_memory=True gives them the second too. The GPT-2 has as many layers, heads and
+channels; it is in fp32, as nanoGPT is on a CPU, eager and compiled. transformers' Llama has our shape and is compiled
+whole, once with its weights in bf16, once under autocast as ours, each with the fused AdamW.
 
 MFU: the step's FLOPs over what the product of two bf16 matrices of 4096 x 4096 reaches in the same rounds. Counted are 6
 for each token and weight of the layers and the head (the table of embeddings is read, not multiplied) and the causal
 half of the attention; nothing for what is computed twice.
 """
+import multiprocessing
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +39,7 @@ from timing import in_turns, ratio
 shape = "14m"                   # '14m' or 'wide'
 batch = 16                      # sequences of a step
 peers = True                    # False: ours alone
+peers_keep_memory = False
 nanogpt = ""                    # a checkout of nanoGPT; "": the model in bench/gpt.py
 attention = "flash"             # of ours: 'flash' or 'fp32'
 profile = 0                     # so many steps under torch's profiler, ours alone; 0: none
@@ -60,7 +64,14 @@ PARTS = {
 }
 
 
-def our_step(model, x, y, config, setup):
+def batch_of(config, device):
+    """(inputs, targets), each (B, T), the same in both processes"""
+    size, random = (config.batch, COMMON["block_size"] + 1), torch.Generator().manual_seed(1)
+    ids = torch.randint(0, COMMON["vocab_size"], size, generator=random).to(device)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def our_step(model, x, y, setup):
     """A function that does what a step of train.py does, from a batch to new weights."""
     optimizers = optimizers_of(model, 1e-3, 0.0, 0.1, (0.9, 0.95))
     settings = SimpleNamespace(loss_chunk=0, z_loss=0.0, separate_documents=False)
@@ -108,15 +119,35 @@ def transformers_step(dtype, x, settings):
     return step
 
 
-def as_they_are(step):
-    """The peers' steps without the determinism that train.py asks for."""
-    def run():
-        asked = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(False)
-        loss = step()
-        torch.use_deterministic_algorithms(asked)
-        return loss
-    return run
+def serve(pipe, config):
+    """The peers' process: tells their names, then does a step of each that it is told."""
+    setup = parallel.start(config.device, "fp32", False, config.threads)
+    if config.peers_keep_memory:
+        parallel.keep_memory(setup)
+    settings = SHAPES[config.shape]
+    x, y = batch_of(config, setup.device)
+    steps = dict(gpt_step(compiled, x, y, config, settings) for compiled in (False, True))
+    try:
+        for name, kind in (("bf16", torch.bfloat16), ("autocast to bf16", torch.float32)):
+            steps[f"transformers' Llama, {name}, compiled"] = transformers_step(kind, x, settings)
+    except ImportError:
+        print("transformers is not installed (requirements-test.txt): without it")
+    pipe.send(list(steps))
+    while True:
+        pipe.send(steps[pipe.recv()]())
+
+
+def peers_of(config):
+    """{name: function that has a step done in the peers' process}; the process ends with this one."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    context.Process(target=serve, args=(theirs, SimpleNamespace(**dict(config.items()))), daemon=True).start()
+    theirs.close()              # so that a failure of the other process is the end of this one, too
+
+    def ask(name):
+        pipe.send(name)
+        return pipe.recv()
+    return {name: partial(ask, name) for name in pipe.recv()}
 
 
 def show_profile(step, config, setup):
@@ -155,9 +186,8 @@ def main(config):
         from torch._inductor.config import cpp
         cpp.enable_kernel_profile = True        # compiled loops by their names
     parallel.compile_blocks(model, setup, True)
-    ids = torch.randint(0, COMMON["vocab_size"], (config.batch, COMMON["block_size"] + 1), device=setup.device)
-    x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    ours = our_step(model, x, y, config, setup)
+    x, y = batch_of(config, setup.device)
+    ours = our_step(model, x, y, setup)
     print(f"torch {torch.__version__}, {setup.device}, {setup.threads} threads; {model.n_params():,} parameters, "
           f"{settings['n_layer']} layers of {settings['n_embd']}, {config.batch} x {COMMON['block_size']} tokens a step")
     if config.profile:
@@ -165,15 +195,7 @@ def main(config):
     left, right = (torch.randn(4096, 4096, device=setup.device).bfloat16() for _ in range(2))
     # Five in a row: the first after a step of many seconds finds neither its memory nor its kernel where it left them.
     works = {PRODUCT: lambda: [left @ right for _ in range(5)], "ours": ours}
-    if config.peers:
-        for compiled in (False, True):
-            name, step = gpt_step(compiled, x, y, config, settings)
-            works[name] = as_they_are(step)
-        try:
-            for name, kind in (("bf16", torch.bfloat16), ("autocast to bf16", torch.float32)):
-                works[f"transformers' Llama, {name}, compiled"] = as_they_are(transformers_step(kind, x, settings))
-        except ImportError:
-            print("transformers is not installed (requirements-test.txt): without it")
+    works |= peers_of(config) if config.peers else {}
     times = in_turns(works, config.rounds, setup.device)
     head_and_layers = model.n_params() - model.model.embed_tokens.weight.numel()
     flops = 6 * x.numel() * (head_and_layers + settings["n_layer"] * settings["n_embd"] * COMMON["block_size"])

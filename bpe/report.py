@@ -66,7 +66,7 @@ def of_vocabulary(tokenizer, words):
     ordinary = [id for id, token in enumerate(tokenizer.ranks) if token]
     encode = tokenizer.engine._encode_single_piece
     used = {*itertools.chain.from_iterable(map(encode, words))}
-    texts = {id: token.decode() for id in ordinary if valid(token := tokenizer.ranks[id])}
+    texts = {id: text for id in ordinary if "\ufffd" not in (text := tokenizer.ranks[id].decode("utf-8", "replace"))}
     first = len(tokenizer.prefix)
     lost = [id for id, text in texts.items()
             if text[:first] == tokenizer.prefix and tokenizer.encode(text[first:]) != [id]]
@@ -76,10 +76,6 @@ def of_vocabulary(tokenizer, words):
             "unused": {"tokens": len(unused), "bytes": sum(len(tokenizer.ranks[id]) == 1 for id in unused),
                        "examples": tell([id for id in unused if len(tokenizer.ranks[id]) > 1])},
             "unreachable": {"tokens": len(lost), "examples": tell(lost)}, "half_characters": len(ordinary) - len(texts)}
-
-
-def valid(token):
-    return "\ufffd" not in token.decode("utf-8", "replace")
 
 
 def measure(tokenizers, texts, languages, words):

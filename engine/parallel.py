@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import refuse
+from engine.flash import attend_on_cpu
 
 
 @dataclass
@@ -364,5 +365,6 @@ def compile_blocks(model, setup, wanted, dynamic=None):
         return
     for block in model.model.layers.children():
         block.compile(dynamic=dynamic)
-        block.self_attn.own_gradient = setup.device.type == "cpu" and dynamic is None      # see model.CpuFlash
+        if setup.device.type == "cpu" and dynamic is None:
+            block.self_attn.attend = attend_on_cpu
     model.compiled, model.dynamic = True, dynamic       # see engine/loss.py

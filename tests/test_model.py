@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from small import ALONE, ROOT, config_shape
+from engine.flash import attend_on_cpu
 from engine.hf import mismatches
 from engine.loss import model_losses
 from engine.parallel import compile_blocks
@@ -206,17 +207,17 @@ def test_attentions_own_gradient_is_exact_and_never_rounds_scores(time):
     """Against float64: in fp32 to 1e-5; in bf16, with scores whose rounding would show, as near as torch's own."""
     generator = torch.Generator().manual_seed(time)
     draw = lambda heads, scale=1.0: torch.randn(2, heads, time, 16, generator=generator, dtype=torch.float64) * scale
-    def error(q, k, v, gradient, dtype, own):
+    def error(q, k, v, gradient, dtype, way):
         rounded = [x.to(dtype) for x in (q, k, v, gradient)]
-        def gradients(kind, own):
+        def gradients(kind, way):
             leaves = [x.to(kind).requires_grad_() for x in rounded[:3]]
-            return torch.autograd.grad(attend(*leaves, None, "flash", own), leaves, rounded[3].to(kind))
-        exact = gradients(torch.float64, False)
-        return max(((a - b).norm() / b.norm().clamp(min=1)).item() for a, b in zip(gradients(dtype, own), exact))
+            return torch.autograd.grad(way(*leaves, None, "flash"), leaves, rounded[3].to(kind))
+        exact = gradients(torch.float64, attend)
+        return max(((a - b).norm() / b.norm().clamp(min=1)).item() for a, b in zip(gradients(dtype, way), exact))
     for n_kv_head in (4, 2, 1):
         tensors = draw(4, 3), draw(n_kv_head, 3), draw(n_kv_head), draw(4)
-        assert error(*tensors, torch.float32, True) < 1e-5
-    assert error(*tensors, torch.bfloat16, True) < 1.5 * error(*tensors, torch.bfloat16, False) + 2e-3
+        assert error(*tensors, torch.float32, attend_on_cpu) < 1e-5
+    assert error(*tensors, torch.bfloat16, attend_on_cpu) < 1.5 * error(*tensors, torch.bfloat16, attend) + 2e-3
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
@@ -229,7 +230,7 @@ def test_a_compiled_step_has_the_losses_and_gradients_of_eager(chunk):
         model = Llama(ModelConfig(**{**SMALL, "n_layer": 1}, n_kv_head=2)).init_weights(3)
         model.n_tokens = 200                                     # the rest pads the vocabulary
         compile_blocks(model, ALONE, wanted)
-        assert model.compiled == model.model.layers[0].self_attn.own_gradient == wanted
+        assert model.compiled == (model.model.layers[0].self_attn.attend is attend_on_cpu) == wanted
         objectives, losses = model_losses(model, ids, ids % 200, chunk, z_loss=1e-3)
         objectives.mean().backward()
         results.append([objectives, losses, *(p.grad for p in model.parameters())])
