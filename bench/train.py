@@ -17,6 +17,7 @@ MFU: the step's FLOPs over what the product of two bf16 matrices of 4096 x 4096 
 for each token and weight of the layers and the head (the table of embeddings is read, not multiplied) and the causal
 half of the attention; nothing for what is computed twice.
 """
+import contextlib
 import multiprocessing
 import statistics
 import sys
@@ -133,8 +134,9 @@ def serve(pipe, config):
     except ImportError:
         print("transformers is not installed (requirements-test.txt): without it")
     pipe.send(list(steps))
-    while True:
-        pipe.send(steps[pipe.recv()]())
+    with contextlib.suppress(EOFError):             # the other process has ended
+        while True:
+            pipe.send(steps[pipe.recv()]())
 
 
 def peers_of(config):
