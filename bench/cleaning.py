@@ -34,7 +34,7 @@ from engine.tokenizer import Tokenizer
 warc = "data/demo/input/pydoc.warc.gz"
 out_dir = "out/cleaning"
 seeds: tuple[int] = (1, 2, 3)
-max_steps = 200
+max_steps = 100
 batch_tokens = 4096             # of a step
 vocab_size = 2048
 

@@ -104,13 +104,16 @@ class MinHash:
         draw = np.random.Generator(np.random.PCG64(seed))
         self.a = draw.integers(0, 1 << 32, bands * rows, dtype=np.uint32) | np.uint32(1)
         self.b = draw.integers(0, 1 << 32, bands * rows, dtype=np.uint32)
+        self.room = np.empty(bands * rows * SHINGLES_AT_ONCE, dtype=np.uint32)      # fresh memory each time costs more
 
     def signature(self, grams):
         """(bands * rows,) uint32: for each function the minimum over the shingles (n,) uint32."""
         mixed = fmix32(grams)
         lowest = np.full(len(self.a), 0xFFFFFFFF, dtype=np.uint32)
         for start in range(0, len(mixed), SHINGLES_AT_ONCE):
-            values = self.a[:, None] * mixed[start:start + SHINGLES_AT_ONCE]       # (bands * rows, n)
+            part = mixed[start:start + SHINGLES_AT_ONCE]
+            values = self.room[:len(self.a) * len(part)].reshape(len(self.a), -1)       # (bands * rows, n)
+            np.multiply(self.a[:, None], part, out=values)
             values += self.b[:, None]
             np.minimum(lowest, values.min(axis=1), out=lowest)
         return lowest
