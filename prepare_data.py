@@ -19,8 +19,8 @@ Inputs are WARC (also .gz, .zst), WET, JSON lines with a "text", and text files.
 
 Written in data_dir: docs/*.jsonl.zst, audit.json and audit.html (what became of every page, and why), tokens/, and
 work/, which holds each input file's cleaned pages, so that a changed input or a kill costs only the files that it
-touched; work/ may be deleted. Every result carries the hash of all that it was made from: inputs, configuration, program, tokenizer.
-Called again, the script redoes exactly what no longer fits, and says so.
+touched; work/ may be deleted. Every result carries the hash of all that it was made from: inputs, configuration,
+program, tokenizer. Called again, the script redoes exactly what no longer fits, and says so.
 
 To look at what has been made, and why:
 
@@ -56,11 +56,10 @@ from prepare.corpus import build_corpus
 from prepare.dedup import MIX, PARAGRAPH_BREAK, buckets, candidate_probability, repeated, representatives
 from prepare.filters import steps_of
 from prepare.page import page_of
-from prepare.progress import Progress, progress
-from prepare.ranks import Ranks
+from prepare.progress import Progress
 from prepare.rules import RULES
 from prepare.warc import PARQUET, shown_name, size_of
-from prepare.workers import clean_files
+from prepare.workers import Ranks, clean_files
 
 data_dir = "data/demo"            # everything is written in here
 inputs: tuple[str] = ()           # files, folders or globs
@@ -104,7 +103,8 @@ inspect = ""                      # a folder with token shards: show what is in 
 DOCS_PER_FILE = 20_000
 # The cleaned pages of an input file depend on all keys but these.
 LATER_KEYS = {"data_dir", "inputs", "corpus", "corpus_modules", "perplexity_percentile", "minhash_threshold",
-              "dedup_scope", "val_fraction", "window_chars", "window_overlap", "shard_tokens", "workers", "explain", "inspect"}
+              "dedup_scope", "val_fraction", "window_chars", "window_overlap", "shard_tokens", "workers", "explain",
+              "inspect"}
 FILE_KEYS = ("block_list", "language_model", "contaminated", "perplexity_text")     # their files' content counts
 OURS = {".lock", "audit.json", "audit.html", "work", "docs", "tokens", "tokenizer", "chat"}     # in data_dir
 LATER = ("surprising", "exact_duplicate", "near_duplicate", "repeated_paragraphs")
@@ -112,8 +112,7 @@ LATER = ("surprising", "exact_duplicate", "near_duplicate", "repeated_paragraphs
 APART = ("corpus.py", "look.py", "page.py", "progress.py", "render.py")
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Small things
+# --- Small things -----------------------------------------------------------------------------------------------------
 
 def digest(*parts):
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -136,8 +135,7 @@ def settings_of(config):
     return settings | {"read": {name: sha256_file(name) for name in names}}
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Clean the input files, each by itself
+# --- Clean the input files, each by itself ----------------------------------------------------------------------------
 
 def clean_inputs(paths, config, work, ranks):
     """[(target, counts)] of every input file, in order. What was done before with the same everything is done."""
@@ -171,8 +169,7 @@ def remove_others(folder, pattern, names):
             path.unlink()
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Deduplicate over all files, split, write
+# --- Deduplicate over all files, split, write -------------------------------------------------------------------------
 
 def shared_buckets(rows, config, ranks, folder):
     """(documents, bands) int32: which buckets each document shares with others. Every rank does its share of the bands;
@@ -295,8 +292,7 @@ def write_documents(done, decided, config, folder, audit):
     return sorted(entries, key=lambda entry: entry["file"])
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Token shards
+# --- Token shards -----------------------------------------------------------------------------------------------------
 
 def windows_of(text, size, overlap):
     """The text in windows of at most `size` characters, cut behind white space where there is some in the second half
@@ -350,8 +346,7 @@ def token_files(index):
             for entry in index["splits"].values() for file in [*entry["files"], entry["offsets"]]}
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The flow
+# --- The flow ---------------------------------------------------------------------------------------------------------
 
 def check(config):
     """{input file: number of the pattern that matched it}, sorted; refuses patterns that match nothing and settings
@@ -375,9 +370,9 @@ def check(config):
     problems += [f"--{key}: {name} cannot be read" for key in FILE_KEYS
                  for name in np.atleast_1d(getattr(config, key)).tolist() if name and not os.access(name, os.R_OK)]
     if config.language_model and (config.language_threshold or 0) > 0.95:
-        problems.append(f"language_threshold {config.language_threshold} is for py3langid, whose probabilities lie near "
-                        "1. Of real English pages fastText gives 0.6 to 0.96, so above 0.95 nothing would be left; "
-                        "FineWeb takes 0.65")
+        problems.append(f"language_threshold {config.language_threshold} is for py3langid, whose probabilities lie "
+                        "near 1. Of real English pages fastText gives 0.6 to 0.96, so above 0.95 nothing would be "
+                        "left; FineWeb takes 0.65")
     if config.language_model and not importlib.util.find_spec("fasttext"):
         problems.append("language_model needs fastText: pip install fasttext-predict")
     if config.perplexity_percentile < 100 and not config.perplexity_text:
@@ -461,7 +456,7 @@ def main(config):
 def prepare(config, root, paths, ranks):
     # 1. The embedded corpus becomes an input file like any other.
     if config.corpus == "pydoc":
-        made = build_corpus(root / "input", config.corpus_modules, progress) if ranks.rank == 0 else None
+        made = build_corpus(root / "input", config.corpus_modules) if ranks.rank == 0 else None
         archive, corpus, anew = ranks.gather(made)[0]
         paths = {archive: 0} | paths
         failed = sorted(module for module, reason in corpus["skipped"].items() if ": " in reason)
@@ -486,8 +481,8 @@ def prepare(config, root, paths, ranks):
         if config.minhash_threshold > 0:
             curve = [f"{share}: {candidate_probability(share, config.minhash_bands, config.minhash_rows):.3f}"
                      for share in (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)]
-            ranks.say(f"{config.minhash_bands} bands of {config.minhash_rows}: pairs of this resemblance are compared with"
-                      f" probability  {'  '.join(curve)}; duplicates from {config.minhash_threshold} on")
+            ranks.say(f"{config.minhash_bands} bands of {config.minhash_rows}: pairs of this resemblance are compared "
+                      f"with probability  {'  '.join(curve)}; duplicates from {config.minhash_threshold} on")
         decided = deduplicate(done, groups, config, ranks, root / "work")
     if ranks.rank:
         return                                       # the rest is in one piece

@@ -1,7 +1,7 @@
 """Clean one input file: read its pages, run them through the filters, leave what is kept in work/.
 
 A cleaned file is five files: .jsonl.zst has the documents; .rows one record a document of what deduplication and the
-split need; .shingles and .paragraphs the hashes that those speak of; .json the counts, and size and checksum of the
+split need; .shingles and .paragraphs the hashes that those speak of; .json the counts, and the checksums of the
 others, which it makes valid. None of it grows in memory, however large the input is.
 """
 
@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import time
-import zlib
 from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,14 +17,15 @@ import numpy as np
 import zstandard
 
 from configurator import refuse
-from engine.files import publish, sha256_file, write_json
+from engine.files import intact, publish, sha256_file, write_json
 from prepare.audit import empty_audit, host_of, judge, measure, tally
 from prepare.dedup import MinHash, paragraph_hashes, shingles, text_hash
 from prepare.filters import steps_of
 from prepare.perplexity import model_of
 from prepare.warc import read_pages, shown_name, size_of
 
-CLEANED = (".jsonl.zst", ".rows", ".shingles", ".paragraphs", ".json")
+ARRAYS = (".rows", ".shingles", ".paragraphs")
+CLEANED = (".jsonl.zst", *ARRAYS, ".json")
 HARMLESS = {"records", "other_records", "warc_truncated_header"}      # counted in reading, but no loss
 QUARANTINED = "killed_its_process"
 # A page that is worked on is named here for whoever looks on from outside.
@@ -60,23 +60,6 @@ class DocumentFile:
                 "sha256": sha256_file(self.path)}
 
 
-class ArrayFile:
-    """Arrays one behind the other, written like a DocumentFile."""
-
-    def __init__(self, path):
-        self.path, self.file = path, open(temporary(path), "wb")
-        self.size = self.crc = 0
-
-    def add(self, array):
-        data = array.tobytes()
-        self.file.write(data)
-        self.size, self.crc = self.size + len(data), zlib.crc32(data, self.crc)
-
-    def close(self):
-        publish(self.file, self.path)
-        return {"size": self.size, "crc32": self.crc}
-
-
 def temporary(path):
     # With the process in its name: one that was left behind by a kill -9 of its parent may still be writing.
     return f"{path}.{os.getpid()}.tmp"
@@ -84,12 +67,10 @@ def temporary(path):
 
 def read_array(target, end, dtype, counts):
     """The whole of target + end, mapped; refuses one that is not as it was written."""
-    path, expected = f"{target}{end}", counts["files"][end]
-    size = os.path.getsize(path) if os.path.exists(path) else -1
-    array = np.memmap(path, dtype, "r") if size == expected["size"] > 0 else np.zeros(0, dtype)
-    if size != expected["size"] or zlib.crc32(array.view("u1") if size else b"") != expected["crc32"]:
+    path = Path(f"{target}{end}")
+    if not intact(path.parent, {path.name: counts["files"][end]}):
         refuse(f"{path} is damaged; delete it and run the same command again")
-    return array
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
 
 
 def clean_file(path, target, settings, skip=(), slot=None, beat=lambda: None):
@@ -105,7 +86,7 @@ def clean_file(path, target, settings, skip=(), slot=None, beat=lambda: None):
     minhash = MinHash(settings["minhash_bands"], settings["minhash_rows"], settings["minhash_seed"])
     row, quarantined = np.zeros(1, row_type(settings)), []
     documents = DocumentFile(f"{target}.jsonl.zst")
-    rows, words, paragraphs = (ArrayFile(f"{target}{end}") for end in CLEANED[1:4])
+    arrays = [open(temporary(f"{target}{end}"), "wb") for end in ARRAYS]
 
     def position(at):
         slot[READ] = at
@@ -132,13 +113,14 @@ def clean_file(path, target, settings, skip=(), slot=None, beat=lambda: None):
         grams = shingles(text)
         keys = paragraph_hashes(text, settings["paragraph_min_chars"])
         bands, sketch = minhash.bands(minhash.signature(grams))
-        row[0] = (np.frombuffer(text_hash(text), "<u8"), bands, sketch, len(grams), len(keys), place(page, settings),
-                  page["measures"].get("perplexity", 0))
-        rows.add(row)
-        words.add(grams)
-        paragraphs.add(keys)
+        row[0] = (np.frombuffer(text_hash(text.encode("utf-8")), "<u8"), bands, sketch, len(grams), len(keys),
+                  place(page, settings), page["measures"].get("perplexity", 0))
+        for file, array in zip(arrays, (row, grams, keys)):
+            file.write(array.tobytes())
     entry = documents.close()
-    files = {file.path.removeprefix(str(target)): file.close() for file in (rows, words, paragraphs)}
+    for file, end in zip(arrays, ARRAYS):
+        publish(file, f"{target}{end}")
+    files = {end: sha256_file(f"{target}{end}") for end in ARRAYS}
     sizes = {name: losses.pop(name) for name in sorted(losses) if name.startswith("bytes_")}
     # Whole: nothing of the file was lost on the way. A truncated file is never reported as clean.
     clean_text = settings["perplexity_text"]

@@ -19,6 +19,8 @@ import sys
 import uuid
 from pathlib import Path
 
+from tqdm import tqdm
+
 from configurator import refuse
 from engine.files import intact, read_json, sha256_file, write_atomic, write_json
 
@@ -61,8 +63,7 @@ BLOCK = 24                 # modules a child renders: what was imported before s
 TIME_LIMIT = 120           # seconds for a block
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The pages
+# --- The pages --------------------------------------------------------------------------------------------------------
 
 def child(folder, *arguments):
     """What a rendering child answers: a list of objects, shorter when it dies or takes too long."""
@@ -91,7 +92,7 @@ def render_block(folder, modules):
     return [(module, pages[module].get("html"), pages[module].get("skipped")) for module in modules]
 
 
-def render_pages(folder, limit, progress):
+def render_pages(folder, limit):
     """({module: html}, {module: why it is skipped}); limit > 0 takes that many modules, evenly spread over the list."""
     candidates = child(folder, "list")
     skipped = {item["module"]: item["skipped"] for item in candidates if item["skipped"]}
@@ -102,14 +103,13 @@ def render_pages(folder, limit, progress):
         modules = [modules[i * len(modules) // limit] for i in range(limit)]
     blocks = [modules[start:start + BLOCK] for start in range(0, len(modules), BLOCK)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = progress(pool.map(lambda block: render_block(folder, block), blocks), len(blocks), "rendering")
-        rendered = [page for block in done for page in block]
+        done = pool.map(lambda block: render_block(folder, block), blocks)
+        rendered = [page for block in tqdm(done, "rendering", len(blocks), leave=False, disable=None) for page in block]
     skipped |= {module: reason for module, html, reason in rendered if html is None}
     return {module: html for module, html, _ in rendered if html is not None}, skipped
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The noise
+# --- The noise --------------------------------------------------------------------------------------------------------
 
 # In `who` to `why`, the parts of sentences; in the languages' lists, whole ones.
 PHRASES = json.loads(Path(__file__).with_name("phrases.json").read_text(encoding="utf-8"))
@@ -179,8 +179,7 @@ def planted():
                    body.encode("utf-8") if isinstance(body, str) else body)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The archive
+# --- The archive ------------------------------------------------------------------------------------------------------
 
 def record(kind, url, block, media):
     """One WARC record (ISO 28500). Its id is made from its kind and URL, so it is always the same."""
@@ -228,7 +227,7 @@ def write_archive(path, pages):
     write_atomic(path, b"".join(parts))
 
 
-def build_corpus(folder, limit, progress):
+def build_corpus(folder, limit):
     """The path of the archive in `folder`, made anew unless the one that is there is whole and of the same making."""
     folder = Path(folder)
     archive, marker = folder / "pydoc.warc.gz", folder / "pydoc.json"
@@ -239,7 +238,7 @@ def build_corpus(folder, limit, progress):
         return archive, known, False
     empty = folder / "empty"                                   # where the children run: nothing there to be found
     empty.mkdir(parents=True, exist_ok=True)
-    pages, skipped = render_pages(empty, limit, progress)
+    pages, skipped = render_pages(empty, limit)
     if not pages:
         refuse(f"{sys.executable} could not render a single module page")
     write_archive(archive, pages)

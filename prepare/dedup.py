@@ -24,35 +24,43 @@ import numpy as np
 
 NGRAM = 5
 ACCENTS = re.compile("[\u0300-\u036f]")
-SHINGLES_AT_ONCE = 256        # times 128 hashes: what fits into the cache (a book at once would be half a gigabyte)
+# Of ASCII: small letters, every digit a 0, a space for what is in no word.
+PLAIN = bytes(ord(re.sub(r"\W", " ", re.sub("[1-9]", "0", chr(code).lower()))) for code in range(256))
+WORDS_KNOWN = 1 << 18         # hashes of words that are kept: 50 MB
+SHINGLES_AT_ONCE = 2048       # times 128 hashes: what fits into the cache (a book at once would be half a gigabyte)
 MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
-def text_hash(text):
-    """16 bytes that tell exact duplicates."""
-    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
-
-
-DIGITS = str.maketrans("123456789", "000000000")
+def text_hash(data):
+    """16 bytes that tell exact duplicates, of a text in UTF-8."""
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def words_of(text):
-    """Words as they count for resemblance: no case, accents or punctuation, every digit a 0."""
-    text = text.lower()
-    if not text.isascii():
-        text = re.sub(r"\d", "0", ACCENTS.sub("", unicodedata.normalize("NFKD", text)))
-    return re.findall(r"\w+", text.translate(DIGITS))
+    """Words as they count for resemblance, in UTF-8: no case, accents or punctuation, every digit a 0."""
+    if text.isascii():
+        return text.encode().translate(PLAIN).split()
+    text = re.sub(r"\d", "0", ACCENTS.sub("", unicodedata.normalize("NFKD", text.lower())))
+    return " ".join(re.findall(r"\w+", text)).encode("utf-8").split()
 
 
-@functools.lru_cache(maxsize=1 << 20)
-def word_hash(word):
-    # Not Python's hash(), which differs in every process.
-    return int.from_bytes(hashlib.blake2b(word.encode("utf-8"), digest_size=8).digest(), "little")
+class WordHashes(dict):
+    """{word: its hash}, 8 bytes each, made when it is asked for."""
+
+    def __missing__(self, word):
+        if len(self) == WORDS_KNOWN:
+            self.clear()
+        # Not Python's hash(), which differs in every process.
+        self[word] = hashlib.blake2b(word, digest_size=8).digest()
+        return self[word]
 
 
-def chained(ids, n):
+HASHES = WordHashes()
+
+
+def chained(ids, n, begin=0):
     """Hashes of all runs of n of the (m,) uint64 `ids`: (m - n + 1,) uint64, none where there are fewer."""
-    mixed = np.full(max(0, len(ids) - n + 1), n, dtype=np.uint64)     # n: "a b" is not the beginning of "a b c d e"
+    mixed = np.full(max(0, len(ids) - n + 1), n + begin, dtype=np.uint64)    # n: "a b" does not begin "a b c d e"
     for offset in range(n):
         mixed = (mixed ^ ids[offset:offset + len(mixed)]) * MIX
         mixed ^= mixed >> np.uint64(29)
@@ -62,8 +70,7 @@ def chained(ids, n):
 @functools.lru_cache(maxsize=1)      # more than one step asks for those of a page
 def word_hashes(text):
     """(n,) uint64"""
-    words = words_of(text)
-    return np.fromiter(map(word_hash, words), np.uint64, len(words))
+    return np.frombuffer(b"".join(map(HASHES.__getitem__, words_of(text))), "<u8")
 
 
 def shingles(text):
@@ -74,8 +81,9 @@ def shingles(text):
     """
     hashes = word_hashes(text)
     if not len(hashes):
-        hashes = np.array([word_hash(text)], dtype=np.uint64)
-    return np.unique((chained(hashes, min(NGRAM, len(hashes))) >> np.uint64(32)).astype(np.uint32))
+        hashes = np.frombuffer(HASHES[text.encode("utf-8")], "<u8")
+    grams = np.sort((chained(hashes, min(NGRAM, len(hashes))) >> np.uint64(32)).astype(np.uint32))
+    return grams[np.append(True, grams[1:] != grams[:-1])]
 
 
 def fmix32(x):
@@ -96,15 +104,18 @@ class MinHash:
         draw = np.random.Generator(np.random.PCG64(seed))
         self.a = draw.integers(0, 1 << 32, bands * rows, dtype=np.uint32) | np.uint32(1)
         self.b = draw.integers(0, 1 << 32, bands * rows, dtype=np.uint32)
+        self.room = np.empty(bands * rows * SHINGLES_AT_ONCE, dtype=np.uint32)      # fresh memory each time costs more
 
     def signature(self, grams):
         """(bands * rows,) uint32: for each function the minimum over the shingles (n,) uint32."""
         mixed = fmix32(grams)
         lowest = np.full(len(self.a), 0xFFFFFFFF, dtype=np.uint32)
         for start in range(0, len(mixed), SHINGLES_AT_ONCE):
-            values = mixed[start:start + SHINGLES_AT_ONCE, None] * self.a      # (n, bands * rows)
-            values += self.b
-            np.minimum(lowest, values.min(axis=0), out=lowest)
+            part = mixed[start:start + SHINGLES_AT_ONCE]
+            values = self.room[:len(self.a) * len(part)].reshape(len(self.a), -1)       # (bands * rows, n)
+            np.multiply(self.a[:, None], part, out=values)
+            values += self.b[:, None]
+            np.minimum(lowest, values.min(axis=1), out=lowest)
         return lowest
 
     def bands(self, signature):
@@ -145,9 +156,9 @@ def representatives(shared, sketches, sizes, shingles_of, threshold):
     """(representative, resemblance) of every document, in order: itself and 1.0 if it is kept.
 
     shared (documents, bands): `buckets` of each band; sketches (documents, n) uint8; sizes (documents,): of their sets
-    of shingles, which shingles_of(document) gives. One pass in document order. A document is compared with the kept ones
-    that share a bucket with it, and becomes a kept one itself if it resembles none of them enough. The first of every
-    cluster is therefore always kept, and what is dropped resembles a document that is there.
+    of shingles, which shingles_of(document) gives. One pass in document order. A document is compared with the kept
+    ones that share a bucket with it, and becomes a kept one itself if it resembles none of them enough. The first of
+    every cluster is therefore always kept, and what is dropped resembles a document that is there.
 
     Thousands of pages of one template share buckets and are all kept. Then only the MANY that share most buckets are
     looked at, and of those the VERIFIED whose sketch agrees most: time and memory grow with the number of documents.
@@ -177,6 +188,7 @@ def closest(found, document, sketches, sizes, threshold):
     """Those of the documents `found`, each as often as it shares a bucket, that are worth verifying; in their order."""
     candidates, votes = np.unique(found, return_counts=True)
     if len(candidates) > MANY:
+        votes = votes.astype(np.int16)                          # which are sorted fast
         candidates = np.sort(candidates[np.argsort(-votes, kind="stable")[:MANY]])
     # Of two sets of 85 and 100 members J is 0.85 at most.
     least, most = np.minimum(sizes[candidates], sizes[document]), np.maximum(sizes[candidates], sizes[document])
@@ -188,8 +200,7 @@ def closest(found, document, sketches, sizes, threshold):
     return candidates
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Paragraphs
+# --- Paragraphs -------------------------------------------------------------------------------------------------------
 
 PARAGRAPH_BREAK = "\n\n"       # a blank line, of which normalised text has at most one at a time
 
@@ -200,7 +211,8 @@ def paragraph_hashes(text, min_chars):
     no rows."""
     rows = []
     for paragraph in text.split(PARAGRAPH_BREAK) if min_chars else ():
-        key = text_hash(" ".join(words_of(paragraph)) or paragraph)[:8] if len(paragraph) >= min_chars else b""
+        long = len(paragraph) >= min_chars
+        key = text_hash(b" ".join(words_of(paragraph)) or paragraph.encode("utf-8"))[:8] if long else b""
         rows.append((int.from_bytes(key, "little"), len(paragraph)))
     return np.array(rows, dtype=np.uint64).reshape(-1, 2)
 

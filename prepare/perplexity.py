@@ -12,7 +12,7 @@ import json
 
 import numpy as np
 
-from prepare.dedup import MIX
+from prepare.dedup import chained
 
 ORDER = 5
 TRAIN_CHARACTERS = 20_000_000
@@ -24,15 +24,6 @@ def codes_of(text):
     return np.frombuffer(" ".join(text.lower().split()).encode("utf-32-le", "replace"), "<u4").astype(np.uint64)
 
 
-def hashes(codes, length):
-    """(n - length + 1,) uint64 of all runs of so many characters; for 0 one number, the same n + 1 times."""
-    mixed = np.full(len(codes) - length + 1, length + 1, dtype=np.uint64)
-    for offset in range(length):
-        mixed = (mixed ^ codes[offset:offset + len(mixed)]) * MIX
-        mixed ^= mixed >> np.uint64(29)
-    return mixed
-
-
 class Model:
     """counts[k] of runs of k + 1 characters, totals[k] of what followed k characters, kinds[k] how many kinds of it."""
 
@@ -42,10 +33,11 @@ class Model:
         self.shift = np.uint64(64 - bits)
         self.alphabet = len(np.unique(codes)) + 1                 # and one for all that it has not seen
         self.counts, self.totals, self.kinds = [], [], []
+        hashed = chained(codes, 0, 1)
         for k in range(ORDER):
-            runs, first = np.unique(hashes(codes, k + 1), return_index=True)
-            before = self.at(hashes(codes, k)[:len(codes) - k])
-            self.counts.append(np.bincount(self.at(hashes(codes, k + 1)), minlength=1 << bits).astype(np.float32))
+            before, hashed = self.at(hashed[:len(codes) - k]), chained(codes, k + 1, 1)
+            runs, first = np.unique(hashed, return_index=True)
+            self.counts.append(np.bincount(self.at(hashed), minlength=1 << bits).astype(np.float32))
             self.totals.append(np.bincount(before, minlength=1 << bits).astype(np.float32))
             self.kinds.append(np.bincount(before[first], minlength=1 << bits).astype(np.float32))
         tables = b"".join(table.tobytes() for table in (*self.counts, *self.totals, *self.kinds))
@@ -62,9 +54,9 @@ class Model:
         codes = codes_of(text)
         if not len(codes):
             return float(self.alphabet)
-        likely = np.full(len(codes), 1 / self.alphabet)
+        likely, run = np.full(len(codes), 1 / self.alphabet), self.at(chained(codes, 0, 1))
         for k in range(min(ORDER, len(codes))):
-            before, run = self.at(hashes(codes, k)[:len(codes) - k]), self.at(hashes(codes, k + 1))
+            before, run = run[:len(codes) - k], self.at(chained(codes, k + 1, 1))
             totals, kinds = self.totals[k][before], self.kinds[k][before]
             seen = totals > 0
             mixed = (self.counts[k][run] + kinds * likely[k:]) / np.maximum(1, totals + kinds)
@@ -86,7 +78,3 @@ def model_of(path):
                 continue
         text = "\n".join(parts) or text
     return Model(text)
-
-
-def perplexity_of(text, path):
-    return model_of(path).perplexity(text)

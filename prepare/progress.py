@@ -8,19 +8,6 @@ from tqdm import tqdm
 INTERVAL = 30       # seconds between two plain lines
 
 
-def progress(items, total, label):
-    """The items, counted as they pass."""
-    if sys.stderr.isatty():
-        yield from tqdm(items, total=total, desc=label, leave=False)
-        return
-    last = time.perf_counter()
-    for number, item in enumerate(items, 1):
-        yield item
-        if time.perf_counter() - last > INTERVAL:
-            last = time.perf_counter()
-            print(f"{label}: {number:,}{f' of {total:,}' if total else ''}", flush=True)
-
-
 class Progress:
     """Documents and megabytes a second, the share that is kept, the time left. By bytes: files differ in size."""
 

@@ -7,8 +7,6 @@ from collections import Counter
 
 import numpy as np
 
-from prepare.dedup import MIX, chained
-
 
 def first(reasons):
     """The first of these reasons that holds, or None."""
@@ -22,21 +20,25 @@ def gopher_quality(page, settings, average=np.mean, bullets=("\u2022", "-")):
     """Rae et al. 2021 (arXiv 2112.11446, A1.1), with the constants as datatrove reads them."""
     text = page["text"]
     words, lines = text.split(), [line.strip() for line in text.split("\n") if line.strip()]
-    real = [len(word) for word in words if word[0].isalnum() or any(map(str.isalnum, word))]
+    times = Counter(words)
+    real = {word: count for word, count in times.items() if word[0].isalnum() or any(map(str.isalnum, word))}
+    lengths = np.repeat(list(map(len, real)), list(real.values())) if real else [0]
+    letters = sum(count for word, count in real.items() if word[0].isalpha() or any(map(str.isalpha, word)))
     return first({
-        "gopher_word_count": not 50 <= len(real) <= 100_000,
-        "gopher_word_length": not 3 <= (average(real) if real else 0) <= 10,
+        "gopher_word_count": not 50 <= sum(real.values()) <= 100_000,
+        "gopher_word_length": not 3 <= average(lengths) <= 10,
         "gopher_hashes": text.count("#") / len(words) > 0.1,
         "gopher_ellipses": (text.count("...") + text.count("\u2026")) / len(words) > 0.1,
         "gopher_bullets": sum(line.startswith(bullets) for line in lines) / len(lines) > 0.9,
         "gopher_line_ellipses": sum(line.endswith(("...", "\u2026")) for line in lines) / len(lines) > 0.3,
-        "gopher_letters": sum(word[0].isalpha() or any(map(str.isalpha, word)) for word in words) / len(words) < 0.8,
-        "gopher_stop_words": len(STOP_WORDS.intersection(map(str.lower, words))) < 2,
+        "gopher_letters": letters / len(words) < 0.8,
+        "gopher_stop_words": len(STOP_WORDS.intersection(map(str.lower, times))) < 2,
     })
 
 
 TOP_NGRAMS = {2: 0.20, 3: 0.18, 4: 0.16}
 REPEATED_NGRAMS = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
+WORDS = 1 << 21                # of a text that are looked at: the third power of their number is below 2^64
 
 
 def gopher_repetition(page, settings):
@@ -46,8 +48,8 @@ def gopher_repetition(page, settings):
     that occurs once is no repetition (a text of ten words would fail otherwise); blank lines are no lines.
     """
     text = page["text"]
-    for name, parts in (("line", re.split(r"\n+", text)), ("paragraph", re.split(r"\n{2,}", text))):
-        parts = [part.strip() for part in parts if part.strip()]
+    for name, parts in (("line", text.split("\n")), ("paragraph", text.split("\n\n"))):
+        parts = list(filter(None, map(str.strip, parts)))
         counts = Counter(parts)
         repeated = len(parts) - len(counts)
         characters = sum((count - 1) * len(part) for part, count in counts.items())
@@ -55,35 +57,36 @@ def gopher_repetition(page, settings):
             return f"gopher_{name}s"
         if characters / sum(map(len, parts)) > 0.20:
             return f"gopher_{name}_characters"
-    words, numbers = text.split(), {}
-    # Each word a number, each n-gram a hash of n numbers.
-    ids = np.array([numbers.setdefault(word, len(numbers)) for word in words], dtype=np.uint64)
-    until = np.concatenate([[0], np.cumsum([len(word) for word in words])])      # characters before each word
-    places = np.arange(len(words))                                     # where an n-gram begins that occurs again
-    grams = chained(ids, 1)
+    words = text.split()[:WORDS]
+    numbers = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    ids = np.fromiter(map(numbers.__getitem__, words), np.uint64, len(words))
+    until = np.cumsum([0, *map(len, words)])                            # characters before each word
+    # Where an n-gram begins that occurs again, and which one of those it is.
+    places, grams = np.arange(len(words), dtype=np.uint64), ids
     for n in range(2, min(10, len(words)) + 1):
         # What does not occur again with n - 1 words does not with n: few places are left soon.
         inside = places + n <= len(words)
-        places = places[inside]
-        grams = (grams[inside] ^ ids[places + n - 1]) * MIX
-        grams ^= grams >> np.uint64(29)
-        order = np.argsort(grams, kind="stable")                       # equal ones side by side, the earliest first
-        starts = np.flatnonzero(np.diff(grams[order], prepend=~grams[order[:1]]))
-        counts = np.diff(np.append(starts, len(order)))
+        places, grams = places[inside], grams[inside]
+        if not len(places):
+            return None
+        # Equal ones side by side, the earliest first. Three numbers in one, since numpy sorts those fast.
+        keys = np.sort((grams * len(numbers) + ids[places + n - 1]) * len(words) + places)
+        grams, places = np.divmod(keys, len(words))
+        starts = np.flatnonzero(np.diff(grams, prepend=~grams[:1]))
+        counts = np.diff(np.append(starts, len(grams)))
         if n in TOP_NGRAMS:
-            first = places[order[starts]]
+            first = places[starts]
             characters = np.where(counts > 1, counts * (until[first + n] - until[first]), 0)
-            if characters.max(initial=0) / until[-1] > TOP_NGRAMS[n]:
+            if characters.max() / until[-1] > TOP_NGRAMS[n]:
                 return f"gopher_top_{n}gram"
         else:
             # The words covered by the second and later occurrences of an n-gram, each counted once.
-            later = np.delete(places[order], starts)
+            later = np.delete(places, starts).astype(np.int64)
             cover = np.bincount(later, minlength=len(words) + 1) - np.bincount(later + n, minlength=len(words) + 1)
             if np.diff(until)[np.cumsum(cover)[:-1] > 0].sum() / until[-1] > REPEATED_NGRAMS[n]:
                 return f"gopher_repeated_{n}gram"
-        again = np.zeros(len(order), dtype=bool)
-        again[order] = np.repeat(counts > 1, counts)
-        places, grams = places[again], grams[again]
+        again = np.repeat(counts > 1, counts)
+        places, grams = places[again], np.repeat(np.arange(len(counts), dtype=np.uint64), counts)[again]
     return None
 
 
@@ -92,10 +95,10 @@ POLICY = ("javascript", "terms of use", "privacy policy", "cookie policy", "uses
 
 
 def is_c4_line(line, line_words, ends):
-    words = line.split()
+    words, lowered = line.split(), line.lower()
     return ((not ends or line.endswith(ends) and not line.endswith("..."))
             and len(words) >= line_words and max(map(len, words)) <= 1000
-            and not any(phrase in line.lower() for phrase in POLICY))
+            and not any(phrase in lowered for phrase in POLICY))
 
 
 def c4(page, settings, line_words=5, sentences=3, ends=(".", "?", "!", '"')):

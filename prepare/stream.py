@@ -12,13 +12,12 @@ import zlib
 import zstandard
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-# A skippable frame of zstd: 16 magic numbers, then its length. In the first of .warc.zst files lies their dictionary.
-SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
-DICTIONARY = b"\x5d\x2a\x4d\x18"
+DICTIONARY = b"\x5d\x2a\x4d\x18"         # a skippable frame, the first of .warc.zst files
 DICTIONARY_LIMIT = 64 << 20
-FRAME = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")
 # How a gzip member begins: magic, deflate, no reserved flag; what has been read may end (\Z) anywhere in it.
 MEMBER = re.compile(rb"\x1f(\Z|\x8b(\Z|\x08(\Z|[\x00-\x1f])))")
+# A frame of zstd, and one that is skipped: 16 magic numbers.
+FRAME = re.compile(rb"\x28(\Z|\xb5(\Z|\x2f(\Z|\xfd)))|[\x50-\x5f](\Z|\x2a(\Z|\x4d(\Z|\x18)))")
 CHUNK = 1 << 16
 # A kilobyte of zstd can stand for 32 MB (one repeated byte takes 4 bytes a 128 KB block), and its decompressor has no
 # limit on output. Feeding it little at a time bounds what one call can return.
@@ -38,9 +37,14 @@ def chunks(path, losses, max_decompressed, position=lambda at: None):
         magic = file.read(4)
         file.seek(0)
         if magic[:2] == GZIP:
-            source = _gunzip(file, losses)
-        elif magic == ZSTD or SKIPPABLE.match(magic):
-            source = _unzstd(file, losses)
+            source = _members(file, losses, "bad_gzip", MEMBER, lambda: zlib.decompressobj(wbits=31), CHUNK, PIECE)
+        elif len(magic) == 4 and FRAME.match(magic):
+            words = _dictionary(file, losses)
+            if words is None:
+                return
+            # All frames: the library's own reader stops after the first one unless it is told not to.
+            new = lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31, **words).decompressobj()
+            source = _members(file, losses, "bad_zstd", FRAME, new, ZSTD_CHUNK)
         else:
             source = iter(lambda: file.read(CHUNK), b"")
         for piece in source:
@@ -53,32 +57,34 @@ def chunks(path, losses, max_decompressed, position=lambda at: None):
             yield piece
 
 
-def _gunzip(file, losses):
-    """The members of a gzip file, one after the other, with zeros allowed between them as tapes leave them."""
+def _members(file, losses, kind, heads, new, size, *limit):
+    """What is in the members of a gzip file or the frames of a zstd file, one after the other, with zeros allowed
+    between them as tapes leave them. heads finds where one begins, new() makes its decompressor, which gets `size`
+    bytes at a time; limit: the most that one call of it may return."""
     member, raw, healthy = None, b"", True             # not healthy: between damage and the next member that is sound
     begin = 0                                          # of the member, in the file
-    for piece in iter(lambda: file.read(CHUNK), b""):
+    for piece in iter(lambda: file.read(size), b""):
         raw += piece                                   # to the beginning of a head, if there is one
         tried = raw
         while raw:
             if not member:
-                head = MEMBER.search(raw)
+                head = heads.search(raw)
                 start = head.start() if head else len(raw)
                 if healthy and raw[:start].strip(b"\0"):
-                    losses["bad_gzip"] += 1
+                    losses[kind] += 1
                     healthy = False
                 losses["bytes_damaged"] += 0 if healthy else start
                 raw = raw[start:]
                 if len(raw) < 4:
                     break
-                member, tried, begin = zlib.decompressobj(wbits=31), raw[1:], file.tell() - len(raw)
+                member, tried, begin = new(), raw[1:], file.tell() - len(raw)
             try:
-                yield member.decompress(raw, PIECE)
+                yield member.decompress(raw, *limit)
                 raw = member.unconsumed_tail
                 if member.eof:
                     raw, member, healthy = member.unused_data, None, True
-            except zlib.error:                         # damaged data or a wrong checksum
-                losses["bad_gzip"] += healthy
+            except (zlib.error, zstandard.ZstdError):  # damaged data or a wrong checksum
+                losses[kind] += healthy
                 raw, member, healthy = tried, None, False
                 losses["bytes_damaged"] += file.tell() - len(raw) - begin
                 yield b"\r\n\r\n"                    # so that the next record begins on a line of its own
@@ -86,51 +92,27 @@ def _gunzip(file, losses):
         losses["truncated"] = 1                        # the file ends inside a member
 
 
-def _unzstd(file, losses):
-    """All frames of a zstd file (the library's own reader stops after the first one unless it is told not to); the
-    dictionary that a skippable frame at the beginning may hold is used for all of them (IIPC's warc-zstd)."""
-    raw, words = file.read(8), {}
-    if raw[:4] == DICTIONARY:
-        size = int.from_bytes(raw[4:], "little")
-        content = file.read(min(size, DICTIONARY_LIMIT))
-        if len(raw) < 8 or len(content) < size:
-            losses["truncated" if len(content) < min(size, DICTIONARY_LIMIT) else "bad_zstd"] += 1
-            return
-        try:
-            if content.startswith(ZSTD):
-                content = zstandard.ZstdDecompressor().stream_reader(content).read(DICTIONARY_LIMIT)
-            words, raw = {"dict_data": zstandard.ZstdCompressionDict(content)}, b""
-            zstandard.ZstdDecompressor(**words).decompressobj()        # where a broken one is noticed
-        except (zstandard.ZstdError, ValueError):
-            losses["bad_zstd"] += 1
-            return
-    frame, healthy, begin = None, True, 0
-    for piece in iter(lambda: file.read(ZSTD_CHUNK), b""):
-        raw += piece
-        tried = raw
-        while raw:
-            if not frame:
-                head = FRAME.search(raw)
-                start = head.start() if head else max(0, len(raw) - 3)
-                if start and healthy:
-                    losses["bad_zstd"] += 1
-                    healthy = False
-                losses["bytes_damaged"] += start
-                raw = raw[start:]
-                if not head:
-                    break
-                frame = zstandard.ZstdDecompressor(max_window_size=1 << 31, **words).decompressobj()
-                tried, begin = raw[1:], file.tell() - len(raw)
-            try:
-                yield frame.decompress(raw)
-                raw, frame, healthy = (frame.unused_data, None, True) if frame.eof else (b"", frame, healthy)
-            except zstandard.ZstdError:
-                losses["bad_zstd"] += healthy
-                raw, frame, healthy = tried, None, False
-                losses["bytes_damaged"] += file.tell() - len(raw) - begin
-                yield b"\r\n\r\n"
-    if frame or raw:
-        losses["truncated"] = 1
+def _dictionary(file, losses):
+    """The dictionary for all frames of a zstd file, which a skippable frame at its beginning may hold (IIPC's
+    warc-zstd), as keywords of the decompressor; None for one that is no good."""
+    head = file.read(8)
+    if head[:4] != DICTIONARY:
+        file.seek(0)
+        return {}
+    size = int.from_bytes(head[4:], "little")
+    content = file.read(min(size, DICTIONARY_LIMIT))
+    if len(head) < 8 or len(content) < size:
+        losses["truncated" if len(content) < DICTIONARY_LIMIT else "bad_zstd"] += 1
+        return None
+    try:
+        if content.startswith(ZSTD):
+            content = zstandard.ZstdDecompressor().stream_reader(content).read(DICTIONARY_LIMIT)
+        words = {"dict_data": zstandard.ZstdCompressionDict(content)}
+        zstandard.ZstdDecompressor(**words).decompressobj()            # where a broken one is noticed
+        return words
+    except (zstandard.ZstdError, ValueError):
+        losses["bad_zstd"] += 1
+        return None
 
 
 class Window:

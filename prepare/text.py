@@ -7,8 +7,7 @@ import unicodedata
 from resiliparse.extract.html2text import extract_plain_text
 from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
 
-# --------------------------------------------------------------------------------------------------------------------
-# Decode
+# --- Decode -----------------------------------------------------------------------------------------------------------
 
 BOMS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 META_CHARSET = re.compile(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?\s*([A-Za-z0-9_.:-]+)", re.IGNORECASE)
@@ -47,12 +46,12 @@ def decode(body, http_charset, is_html):
     return body.decode(codec, "replace"), "replaced", codec
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Extract
+# --- Extract ----------------------------------------------------------------------------------------------------------
 
 # Terms of a definition list and what follows a rule begin a paragraph. The extractor ends only a line there, so that in
 # a list of functions each would run into the one before.
 PARAGRAPH_BEFORE = re.compile(r"<(?=(?:dt|hr)\b)", re.IGNORECASE)
+EMPTY_CELL = re.compile(r"^[ \xa0]*[ \xa0]\t[\t \xa0]*")
 
 
 def extract(html, main_content):
@@ -62,40 +61,52 @@ def extract(html, main_content):
     if "\ufffd" not in html:
         text = text.replace("\ufffd", "")          # the HTML parser's answer to NUL and to references to no character
     # The extractor puts tabs between the cells of a table. An empty first cell leaves spaces and tabs before the text.
-    return re.sub(r"^[ \xa0]*[ \xa0]\t[\t \xa0]*", "", text, flags=re.MULTILINE)
+    return "\n".join(EMPTY_CELL.sub("", line) if "\t" in line else line for line in text.split("\n"))
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Normalise
+# --- Normalise --------------------------------------------------------------------------------------------------------
 
-LINE_ENDS = re.compile("\r\n|[\r\x85\u2028\u2029\x0b\x0c]")
+LINE_ENDS = ("\r\n", *"\r\x85\u2028\u2029\x0b\x0c")
+SPACES = "\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000"
 # What a reader cannot see and a model should not learn: control characters, byte order marks, soft hyphens, zero-width
 # spaces and joiners of words, marks that turn the writing direction (they can make text read otherwise than it is
 # stored), interlinear annotation, language tags, and halves of surrogate pairs. The zero-width joiner U+200D and
 # non-joiner U+200C stay: emoji, Persian and the scripts of India are misspelt without them.
-INVISIBLE = re.compile(
-    "[\x00-\x08\x0e-\x1f\x7f-\x9f\xad\ufeff\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufff9-\ufffb"
-    "\U000e0000-\U000e007f\ud800-\udfff]")
-RUN = re.compile(r"[ \t]+")
-OTHER_SPACES = re.compile("[\xa0\u1680\u2000-\u200a\u202f\u205f\u3000]")
 KINDS = {
-    "control_characters": re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]"),
-    "soft_hyphens": re.compile("\xad"),
-    "byte_order_marks": re.compile("\ufeff"),
-    "zero_width_spaces": re.compile("[\u180e\u200b\u2060-\u2064]"),
-    "direction_marks": re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u206f]"),
-    "annotations_and_tags": re.compile("[\ufff9-\ufffb\U000e0000-\U000e007f]"),
-    "surrogates": re.compile("[\ud800-\udfff]"),
+    "control_characters": "\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f",
+    "soft_hyphens": "\xad",
+    "byte_order_marks": "\ufeff",
+    "zero_width_spaces": "\u180e\u200b\u2060-\u2064",
+    "direction_marks": "\u200e\u200f\u202a-\u202e\u2066-\u206f",
+    "annotations_and_tags": "\ufff9-\ufffb\U000e0000-\U000e007f",
+    "surrogates": "\ud800-\udfff",
 }
+INVISIBLE = re.compile(f"[{''.join(KINDS.values())}]")
+RUN = re.compile(r"[ \t]+")
+
+
+def one_kind(text):
+    """With one kind of line end and one of space. (Each that is not there costs a search, a regular expression more.)"""
+    for end in LINE_ENDS:
+        text = text.replace(end, "\n")
+    for space in SPACES:
+        text = text.replace(space, " ")
+    return text
+
+
+def is_plain(text):
+    """ASCII, and of control characters only tabs and line ends, as most text is: nothing in it is to be mended."""
+    return text.isascii() and text.replace("\n", "").replace("\t", "").isprintable()
 
 
 def changed_by_normalising(text):
     """Names of what normalise will change in it, beside spaces and line ends that are usual."""
-    if text.isascii() and not INVISIBLE.search(text):
+    if is_plain(text):
         return []
-    invisible = INVISIBLE.search(LINE_ENDS.sub("\n", text)) is not None
-    found = [f"normalised_{kind}" for kind, pattern in KINDS.items() if invisible and pattern.search(text)]
-    found += ["normalised_spaces"] * bool(OTHER_SPACES.search(text))
+    mended = one_kind(text)
+    invisible = not is_plain(mended) and INVISIBLE.search(mended) is not None
+    found = [f"normalised_{kind}" for kind, codes in KINDS.items() if invisible and re.search(f"[{codes}]", text)]
+    found += ["normalised_spaces"] * any(space in text for space in SPACES)
     found += ["normalised_to_nfc"] * (not unicodedata.is_normalized("NFC", text))
     return ["invisible_characters_removed"] * invisible + found
 
@@ -103,9 +114,10 @@ def changed_by_normalising(text):
 def normalise(text, keep_indentation=True):
     """NFC, one kind of line end, no invisible characters, plain spaces, at most one blank line; indentation kept, as
     programs need it, or not."""
-    # NFC after the invisible ones are gone, since one of them may stand between a letter and its accent.
-    text = unicodedata.normalize("NFC", INVISIBLE.sub("", LINE_ENDS.sub("\n", text)))
-    text = OTHER_SPACES.sub(" ", text)
+    text = one_kind(text)
+    if not is_plain(text):
+        # NFC after the invisible ones are gone, since one of them may stand between a letter and its accent.
+        text = unicodedata.normalize("NFC", INVISIBLE.sub("", text))
     # Line by line: as one regular expression, "spaces before the end of a line" takes quadratic time on many spaces.
     lines = [tidy_line(line if keep_indentation else line.lstrip(" \t")) for line in text.split("\n")]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
@@ -119,13 +131,15 @@ def tidy_line(line):
     return line[:len(line) - len(line.lstrip(" \t"))] + words if words else ""
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Language
+# --- Language ---------------------------------------------------------------------------------------------------------
 
 LANGUAGE_WINDOW = 1024      # characters
 # A word of running text: letters only, no piece of a dotted name or of code, no capital (names, titles, menus).
 PLAIN_WORD = re.compile(r"(?<![\w.(])[^\W\d_A-Z][^\W\d_]++(?![\w(.=])")
-ASCII_WORD = re.compile(r"(?<![\w.(])[a-z][A-Za-z]++(?![\w(.=])", re.ASCII)      # the same where there is nothing else
+# The same in ASCII, faster: first every character gives way to its kind, and "=" ends a word that is none.
+SHAPE = bytes(ord(re.sub("[a-z]", "a", re.sub("[A-Z]", "A", re.sub(r"[\d_.(]", ".", re.sub(r"[^\w.(]", " ", chr(code))))))
+              for code in range(128)).ljust(256)
+PLAIN_SHAPE = re.compile(rb" a[aA]++(?= )")
 
 
 @functools.cache
@@ -144,7 +158,7 @@ def fasttext(path):
 
 def language_of(text, model=""):
     """(language code, probability) of a window of the text: by py3langid, naive Bayes, for which "zxx" means no
-    language at all; or by fastText's model in the file `model`. Their probabilities are not alike: fastText's are far lower."""
+    language at all; or by fastText's model in the file `model`, whose probabilities are far lower."""
     window = language_window(text)
     if not model:
         language, probability = identifier().classify(window)
@@ -161,8 +175,11 @@ def language_window(text):
     characters, 156 on those in the middle, 50 on this window (all but one of them shorter than 1200 characters).
     """
     pieces = [piece for line in text.split("\n") for piece in short_lines(line.strip(), 100)]
-    word = ASCII_WORD if text.isascii() else PLAIN_WORD
-    counts = [len(word.findall(piece)) for piece in pieces]
+    if text.isascii():
+        shapes = (piece.encode().replace(b"=", b"( ").translate(SHAPE) for piece in pieces)
+        counts = [len(PLAIN_SHAPE.findall(b" %b " % shape)) for shape in shapes]
+    else:
+        counts = [len(PLAIN_WORD.findall(piece)) for piece in pieces]
     chosen, size = [], 0
     for index in sorted(range(len(pieces)), key=lambda index: -counts[index]):
         if size > LANGUAGE_WINDOW:

@@ -102,8 +102,7 @@ def rest(window):
     return window.taken - before
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# WARC records
+# --- WARC records -----------------------------------------------------------------------------------------------------
 
 def warc_pages(window, losses):
     """Pages of `response` (HTTP) and `conversion` (WET: text already) records; other kinds are only counted."""
@@ -152,14 +151,10 @@ def records(window, losses):
             losses["bytes_heads"] += len(line) - len(line.strip())
             continue
         headers = read_headers(window)
-        if headers is None:
-            losses["bad_header"] += 1
-            lost(window.taken - begin)
-            continue
-        declared = headers.get("content-length", "")
+        declared = (headers or {}).get("content-length", "")
         if not re.fullmatch(r"[0-9]{1,18}", declared) or int(declared) > RECORD_LIMIT:
             # No way to know where the block ends: the record is lost, the next one begins where a line says so.
-            losses["bad_length"] += 1
+            losses["bad_header" if headers is None else "bad_length"] += 1
             lost(window.taken - begin)
             continue
         head = window.taken - begin
@@ -207,8 +202,7 @@ def parse_headers(lines, charset):
     return headers
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The HTTP part of a response
+# --- The HTTP part of a response --------------------------------------------------------------------------------------
 
 def http_response(block):
     """Status, headers and body of an HTTP response, unchunked and unpacked only where that is what it really is."""
@@ -260,8 +254,7 @@ def unpack(body, encoding):
     return {"body": body} if encoding == "deflate" else {"drop": "content_encoding"}
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# JSON lines, Parquet and text files
+# --- JSON lines, Parquet and text files -------------------------------------------------------------------------------
 
 def json_pages(window, source, losses):
     """One page a line, from objects with a "text" (or "content", "raw_content"). Each line is judged by itself.

@@ -1,4 +1,4 @@
-"""Cleans many input files in processes, and survives what pages do to those.
+"""Cleans many input files in processes, and survives what pages do to those; and the processes on several machines.
 
 A page can kill the process that works on it (a fault in a library, all memory used) or hold it for ever. Its number is
 in memory that this process shares, so it is known which one it was. The file is begun anew, since something from
@@ -12,6 +12,7 @@ import os
 import signal
 import time
 import traceback
+from datetime import timedelta
 from multiprocessing.connection import wait
 
 from configurator import refuse
@@ -135,9 +136,33 @@ def _died(worker, what, deaths, skip):
     deaths[target, page] += 1
     last = deaths[target, page] >= DEATHS
     if last and (page < 0 or page in skip[target]):
-        refuse(f"the process that reads {path} dies again and again behind page {page}. Leave the file out of --inputs, "
-               "or run with --workers=0 to see why.")
+        refuse(f"the process that reads {path} dies again and again behind page {page}. Leave the file out of "
+               "--inputs, or run with --workers=0 to see why.")
     print(f"a process {what} at page {page} of {shown_name(path)}: "
           f"{'this page is left out' if last else 'its file is begun anew'}", flush=True)
     if last:
         skip[target].add(page)
+
+
+class Ranks:
+    """This process's number, how many there are, and gather(value), which gives every process everyone's value; nobody
+    passes it before all have come. One process alone needs no torch for it."""
+
+    def __init__(self):
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if self.size > 1:
+            import torch.distributed
+            self.torch = torch.distributed
+            # Days, since some have more to clean than others. If one fails, torchrun ends them all.
+            self.torch.init_process_group("gloo", timeout=timedelta(days=30))
+
+    def gather(self, value=None):
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        self.torch.all_gather_object(values, value)
+        return values
+
+    def say(self, *lines):
+        if self.rank == 0:
+            print(*lines, sep="\n", flush=True)

@@ -24,10 +24,6 @@ TALKATIVE = ["os", "posix", "sys", "sysconfig", "site", "socket", "platform", "t
              "configparser"]
 
 
-def quiet(items, total, label):
-    return items
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """One run of prepare_data.py on a small corpus, in an environment with a secret: (folder, output)."""
@@ -128,22 +124,22 @@ def test_two_runs_are_byte_identical(run, tmp_path, monkeypatch):
     folder, _ = run
     monkeypatch.setenv("OTHER", "environment")
     monkeypatch.setattr(corpus.os, "cpu_count", lambda: 3)      # however many processes render
-    archive, known, made = build_corpus(tmp_path, MODULES, quiet)
+    archive, known, made = build_corpus(tmp_path, MODULES)
     assert made and archive.read_bytes() == (folder / "input" / "pydoc.warc.gz").read_bytes()
-    archive, again, made = build_corpus(tmp_path, MODULES, quiet)
+    archive, again, made = build_corpus(tmp_path, MODULES)
     assert not made and again["sha256"] == known["sha256"]
 
 
 def test_a_changed_or_half_written_archive_is_made_anew(run, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "render_pages", lambda *_: ({"a": "<p>a</p>"}, {"b": "ImportError: b"}))
-    archive, known, made = build_corpus(tmp_path, 2, quiet)
+    archive, known, made = build_corpus(tmp_path, 2)
     whole = archive.read_bytes()
     for spoil in (lambda: archive.write_bytes(whole[:-1]), lambda: archive.write_bytes(whole[:-1] + b"x"),
                   archive.unlink, (tmp_path / "pydoc.json").unlink):
-        assert not build_corpus(tmp_path, 2, quiet)[2]
+        assert not build_corpus(tmp_path, 2)[2]
         spoil()
-        assert build_corpus(tmp_path, 2, quiet)[2] and archive.read_bytes() == whole
-    assert build_corpus(tmp_path, 3, quiet)[2]
+        assert build_corpus(tmp_path, 2)[2] and archive.read_bytes() == whole
+    assert build_corpus(tmp_path, 3)[2]
 
 
 def fake_python(tmp_path, source):
@@ -195,8 +191,8 @@ def test_public_modules_come_before_private_ones(tmp_path, monkeypatch):
     names = ["_decimal", "asyncio._log", "decimal", "zlib"]
     monkeypatch.setattr(corpus, "child", lambda *_: [{"module": name, "skipped": None} for name in names])
     monkeypatch.setattr(corpus, "render_block", lambda _, block: [(name, name, None) for name in block])
-    assert list(corpus.render_pages(tmp_path, 0, quiet)[0]) == ["decimal", "zlib", "_decimal", "asyncio._log"]
-    assert list(corpus.render_pages(tmp_path, 2, quiet)[0]) == ["decimal", "_decimal"]
+    assert list(corpus.render_pages(tmp_path, 0)[0]) == ["decimal", "zlib", "_decimal", "asyncio._log"]
+    assert list(corpus.render_pages(tmp_path, 2)[0]) == ["decimal", "_decimal"]
 
 
 def test_an_interpreter_that_renders_nothing_is_a_clear_error(tmp_path, monkeypatch, capsys):

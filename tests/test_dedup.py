@@ -126,9 +126,21 @@ def test_long_texts_are_hashed_in_pieces_to_the_same_result(monkeypatch):
 
 
 def test_resemblance_ignores_case_accents_punctuation_and_digits():
-    assert words_of("Café, no. 12 —\n  WHILE x_1") == ["cafe", "no", "00", "while", "x_0"]
+    assert words_of("Café, no. 12 —\n  WHILE x_1") == [b"cafe", b"no", b"00", b"while", b"x_0"]
     assert np.array_equal(shingles("A b, c (d) é 17!"), shingles("a B c d e 23"))
-    assert text_hash("a") != text_hash("A")
+    assert text_hash(b"a") != text_hash(b"A")
+
+
+def test_words_count_alike_whether_their_text_is_ascii_or_not():
+    ascii_text = "".join(map(chr, range(128))) + " The 12 Mice_3, don't\tSTOP\n"
+    assert words_of(ascii_text + "\u2026") == words_of(ascii_text)
+
+
+def test_hashes_of_words_are_kept_up_to_a_limit(monkeypatch):
+    monkeypatch.setattr(dedup, "WORDS_KNOWN", 3)
+    table = dedup.WordHashes()
+    first = [table[word] for word in (b"a", b"b", b"c", b"d")]
+    assert len(table) == 1 and [table[word] for word in (b"a", b"b", b"c", b"d")] == first and len(set(first)) == 4
 
 
 @pytest.mark.parametrize("copies", [2, 3, 50])

@@ -239,6 +239,7 @@ def test_the_split_is_by_page_and_stays_when_pages_come_and_go(tmp_path):
         page = document["url"].partition("#")[0]
         assert after.setdefault(page, document["split"]) == document["split"]
     assert all(after[url] == split for url, split in before.items() if url in after)
+    assert all((split == "val") == (prepare_data_place(url) < 0.2) for url, split in (before | after).items())
     assert len(set(after) & set(before)) > 80
     assert sum("#" in document["url"] for document in documents(tmp_path / "d")) == 40
 
@@ -381,7 +382,7 @@ def test_an_input_that_is_half_cleaned_does_not_count_as_cleaned(tmp_path, input
     def stop(*_, **__):
         raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(clean.ArrayFile, "close", stop)
+        patch.setattr(clean, "write_json", stop)
         run(tmp_path / "d", inputs)
     assert not list((tmp_path / "d" / "work").glob("*.json"))
     run(tmp_path / "d", inputs)

@@ -103,7 +103,8 @@ def test_duplicates_within_each_pattern_of_inputs_or_over_all(tmp_path):
     for crawl in ("a", "b"):
         (tmp_path / crawl).mkdir()
         foot = "This paragraph stands at the foot of every page of every crawl there is."
-        lines(tmp_path / crawl / "x.jsonl", *({"text": f"{prose(name)}\n\n{foot}", "url": f"http://{crawl}.example/{number}"}
+        lines(tmp_path / crawl / "x.jsonl", *({"text": f"{prose(name)}\n\nToo short.\n\n{foot}",
+                                               "url": f"http://{crawl}.example/{number}"}
                                               for number, name in enumerate((*NAMES[:3], NAMES[0]))))
     options = ("--paragraph_min_chars=40", f"--inputs={tmp_path}/a,{tmp_path}/b")
     run(tmp_path / "d", "none", *options)
@@ -112,6 +113,7 @@ def test_duplicates_within_each_pattern_of_inputs_or_over_all(tmp_path):
     found = texts(tmp_path / "d")
     assert sorted(found) == [f"http://{crawl}.example/{n}" for crawl in "ab" for n in range(3)]
     assert sum("at the foot" in text for text in found.values()) == 2
+    assert sum("Too short." in text for text in found.values()) == 6
     assert {name: stage["documents_in"] - stage["documents_out"] for name, stage in audit_of(tmp_path / "d")["filters"].items()
             if name.endswith("duplicate")} == {"exact_duplicate": 2, "near_duplicate": 0}
 

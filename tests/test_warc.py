@@ -60,9 +60,10 @@ def test_the_container_is_told_by_its_bytes_whatever_the_name(tmp_path, pack):
         assert losses == {"records": 3}
 
 
-def test_d17_all_frames_of_a_zstd_file_are_read(tmp_path):
+@pytest.mark.parametrize("gap", [b"", b"\0" * 3000], ids=["one behind the other", "zeros between"])
+def test_d17_all_frames_of_a_zstd_file_are_read(tmp_path, gap):
     lines = [json.dumps({"text": f"line {i}"}).encode() + b"\n" for i in range(4)]
-    data = zstandard.compress(b"".join(lines[:2])) + zstandard.compress(b"".join(lines[2:]))
+    data = zstandard.compress(b"".join(lines[:2])) + gap + zstandard.compress(b"".join(lines[2:])) + gap
     pages, losses = read_bytes(tmp_path, data, "x.jsonl.zst")
     assert [page["text"] for page in pages] == [f"line {i}" for i in range(4)] and not losses
 
