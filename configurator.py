@@ -87,6 +87,8 @@ def refuse(*problems):
 # --------------------------------------------------------------------------------------------------------------------
 # The schema: what a script's source says about its keys
 
+# Keys that mean the same in every stage that has them.
+EVERYWHERE = {"data_dir", "out_dir", "seed", "device", "dtype", "threads"}
 KINDS = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict)}
 
 
@@ -102,7 +104,7 @@ class Key:
     @property
     def expected(self):
         members = f" of {self.item.__name__}" if self.item else ""
-        return self.kind.__name__ + members + (" or None" if self.optional else "")
+        return ("True or False" if self.kind is bool else self.kind.__name__) + members + (" or None" if self.optional else "")
 
 
 def constant(node):
@@ -288,9 +290,11 @@ class Config:
         return self._schemas[self.script][name].default
 
     def command(self, script):
-        """The command that runs another stage with the same config files and those overrides that it knows."""
+        """The command that runs a stage with the same config files and overrides; of another stage, those overrides that
+        mean the same in all of them: `inputs` and `learning_rate` are each stage's own."""
         script = script.removesuffix(".py")
-        shared = [f"--{name}={text}" for name, text in self._overrides.items() if name in self._schemas.get(script, {})]
+        shared = [f"--{name}={text}" for name, text in self._overrides.items() if name in self._schemas.get(script, {})
+                  and (script == self.script or name in EVERYWHERE)]
         return shlex.join(["python", script + ".py", *self.files, *shared])
 
     def save(self, folder):
@@ -358,15 +362,19 @@ def configure(namespace, argv=None):
     files = [word for word in argv if word.endswith(".py") and not word.startswith("-")]
     for file in files:
         values.update(settings_of(file, script.stem, schemas, problems))
-    for word in argv:
+    for before, word in zip(["", *argv], argv):
         name, equals, text = word[2:].partition("=")     # only the first '=': the value may hold more
         if word in files:
             continue
-        if not word.startswith("--") or not name:
+        if not word.startswith("--") and problems and problems[-1].startswith(f"{before}: needs a value"):
+            problems[-1] = f"{before} {word}: write it as one word, {before}={word}"
+        elif not word.startswith("--") or not name:
             problems.append(f"{word}: expected --key=value or a config file ending in .py; --help lists the keys")
         elif name not in schema:
             others = ", ".join(f"{stem}.py" for stem in schemas if name in schemas[stem])
-            hint = f" ({others} has)" if others else nearest(name, schema)
+            section, _, inner = name.partition(".")
+            hint = (f"; in a config file that is {section} = dict({inner}=...)" if inner and section in schemas else
+                    f" ({others} has)" if others else nearest(name, schema))
             problems.append(f"{word}: {script.name} has no key '{name}'{hint}")
         elif not equals:
             problems.append(f"{word}: needs a value, --{name}=... ({schema[name].expected})")

@@ -25,7 +25,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from configurator import ROOT, configure, refuse
+from configurator import ROOT, configure, nearest, refuse
 
 import numpy as np
 import torch
@@ -59,6 +59,7 @@ device = "auto"
 dtype = "auto"
 threads = 0
 
+STAGES = ("pretrain", "sft", "ppo", "dpo")             # folders of out_dir with a language model
 LEAD = 0.30                     # above the best baseline: generalised
 XZ_WINDOW = 64 << 20            # bytes that `xz -9e` looks back
 
@@ -262,8 +263,8 @@ def open_models(config):
             folder = stage
         if folder.is_dir():
             found[name] = find_folder(folder)
-        elif "/" in name:                          # a stage that has not begun, or has no checkpoint yet, is left out
-            missing.append(f"{name}: no such folder, neither there nor in {config.out_dir}")
+        elif name not in STAGES:                   # a stage that has not begun, or has no checkpoint yet, is left out
+            missing.append(f"{name}: no such folder, neither there nor in {config.out_dir}{nearest(name, STAGES)}")
     if missing or not found:
         refuse(*(missing or [f"{config.out_dir} has none of the models {config.models}. Train one first:",
                              f"  {config.command('train.py')}"]))

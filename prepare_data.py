@@ -514,6 +514,7 @@ def prepare(config, root, paths, ranks):
                   [Path(entry["file"]).name for entry in audit["documents"]])
 
     # 4. Token shards, once there is a tokenizer.
+    print(f"what was dropped and why: {root / 'audit.html'}")
     if not find_tokenizer(root / "tokenizer"):
         print(f"next: {config.command('train_tokenizer.py')}\nthen: {config.command('prepare_data.py')}")
         return

@@ -5,7 +5,7 @@ Stage 5b: PPO. The model answers, the reward model scores, and what scored bette
     torchrun --nproc_per_node=2 rlhf.py config/demo.py          the same number of answers, shared by two processes
 
 Four networks: the policy that is trained; the reference, a frozen copy of where it started; the reward model; and the
-value network ("critic"), which learns to foresee the score. Each update is the following, and main() below has it in
+value network ("critic"), which learns to foresee the score. Each update is the following, and ppo() below has it in
 the same order:
 
     1. roll out       answers to some prompts, sampled from the policy

@@ -1,11 +1,11 @@
 """
 Stage 6: talk to a model.
 
-    python sample.py config/demo.py --prompt="The function"         continue a text
+    python sample.py --model=out/demo/pretrain --prompt="The function"      continue a text
     python sample.py config/demo.py --chat=True                     a conversation; an empty line starts a new one
     python sample.py config/demo.py --chat=True --prompt="Hello?"   one question, one answer
     python sample.py config/demo.py --file=prompts.jsonl            a batch; answers as JSONL on standard output
-    python sample.py --model=DIR ...                                a Hugging Face folder of a Llama, or a run's
+    python sample.py --model=DIR ...                                a Hugging Face folder of a Llama, or a stage's of a run
 
 Without --model the furthest stage that has a checkpoint in out_dir speaks: ppo, else sft, else pretrain.
 
@@ -22,6 +22,7 @@ says so. Generation ends where the context does.
 import io
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -148,6 +149,8 @@ def conversation(speaker):
                 note("a new conversation")
             elif command == "/save":
                 note(save(name.strip(), messages))
+            elif re.fullmatch("/[a-z]+", command):
+                note(f"there is no {command}; there are /reset and /save FILE")
             else:
                 messages.append({"role": "user", "content": question})
                 print("model> ", end="", flush=True)

@@ -156,13 +156,14 @@ def open_data(config, setup):
     data = Path(config.data_dir)
     prepare, tokenize = config.command("prepare_data.py"), config.command("train_tokenizer.py")
     prepare += "" if config.files else " --inputs='CRAWL/*.warc.gz'"           # a config file says what is read
-    wanted = {find_tokenizer(data / "tokenizer") or data / "tokenizer/tokenizer.json": "tokenizer"}
+    vocabulary = find_tokenizer(data / "tokenizer")
+    wanted = {vocabulary or data / "tokenizer/tokenizer.json": "tokenizer"}
     if config.data_mix is None:
         wanted[data / "tokens/index.json"] = "token shards"
-    refuse_missing(setup, wanted, "Make them with these two commands (for archives of yours, prepare_data.py is told "
-                   "--inputs='CRAWL/*.warc.gz'):",
-                   f"  {prepare} && {tokenize}      documents, then a tokenizer trained on them",
-                   f"  {prepare}      again, now that there is a tokenizer: token shards")
+    first = [] if vocabulary else [f"  {prepare} && {tokenize}      documents, then a tokenizer trained on them"]
+    refuse_missing(setup, wanted, f"Make {'them' if first else 'those'} with (for archives of yours, prepare_data.py is told "
+                   "--inputs='CRAWL/*.warc.gz'):", *first,
+                   f"  {prepare}      {'again, now that there is' if first else 'there is'} a tokenizer: token shards")
     tokenizer = Tokenizer.load(data / "tokenizer")
     train, val = (open_mixture(config.data_dir, config.data_mix, split, config.block_size, tokenizer.hash, prepare)
                   for split in ("train", "val"))

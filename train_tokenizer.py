@@ -224,7 +224,9 @@ def check(config, specials):
     smallest = 256 + len(specials) + 1            # bytes, and one piece to learn
     choices = {"boundary": ("space", "marker", "none"), "byte_order": ("gpt2", "identity")}
     refuse(*(f"{file} does not exist" for file in config.compare if not Path(file).exists()),
-           *(f"{file or '(no name)'} is not a file" for file in files if not Path(file).is_file()), *wrong,
+           *(f"{file or '(no name)'} is not a file" for file in files if not Path(file).is_file()),
+           *(f"{file} is compressed: .jsonl.zst files or text are read; prepare_data.py makes them from archives"
+             for file in files if Path(file).is_file() and not file.endswith(".jsonl.zst") and is_compressed(file)), *wrong,
            *(f"{key} must be one of {', '.join(known)}, found {getattr(config, key)!r}"
              for key, known in choices.items() if getattr(config, key) not in known),
            *(f"special_tokens: {name!r} stands there twice, or is one of the usual"
@@ -232,6 +234,12 @@ def check(config, specials):
            *(["special_tokens: a name is empty"] if "" in specials else []),
            *config.outside(vocab_size=(smallest, 1 << 20), min_frequency=(1,), workers=(0,), digits=(1, 3), watch=(0,),
                            reserved_tokens=(0,), multiple_of=(1,)))
+
+
+def is_compressed(file):
+    """Whether a file begins as gzip or zstandard files do."""
+    with open(file, "rb") as opened:
+        return opened.read(4).startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd"))
 
 
 def read_texts(files):

@@ -201,7 +201,7 @@ def main(config):
     lines = [*(waterfall(found["audit"]) if found["audit"] else ()), "", *lines_of(rows)]
     missed = sum(row[-1] in ("NOT MET", "not measured") for row in rows)
     if config.verdicts:
-        lines += ["", f"{missed} targets are not met" if missed else "all targets are met"]
+        lines += ["", f"{missed} target{'s are' if missed > 1 else ' is'} not met" if missed else "all targets are met"]
     print("\n".join(lines))
     write_atomic(out / "report.txt", "\n".join(lines) + "\n")
     write_json(out / "report.json", {"rows": [dict(zip(COLUMNS, row)) for row in rows]})

@@ -158,7 +158,7 @@ def test_accepted(repo, argument, key, value):
     ("--seed=", ["seed must be int", "''"]),
     ("--seed=None", ["seed must be int"]),
     ("--warmup_steps=1.5", ["warmup_steps must be int or None", "1.5"]),
-    ("--compile=1", ["compile must be bool", "1"]),
+    ("--compile=1", ["compile must be True or False", "1"]),
     ("--learning_rate=1e999", ["learning_rate must be float", "1e999"]),
     ("--betas=0.9", ["betas must be tuple of float", "0.9"]),
     ("--betas=(0.9,'x')", ["betas must be tuple of float", "'x'"]),
