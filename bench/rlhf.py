@@ -8,8 +8,8 @@ How many answers PPO learns from in a second, beside TRL's PPO on the same model
 Each of `pairs` pairs is a run of ours and one of theirs in one process, `updates` updates each, of which the first is not
 counted (it warms up, and checks itself). All of an update counts: sampling, scoring by reference, critic and reward model,
 two epochs of two minibatches; loading, saving and what is evaluated before and after do not. fp32, nothing compiled. The
-ratio is the median over the pairs. Where all answers are of full length both do the same products, and these take the time.
-Otherwise rlhf.py stops sampling with the longest answer and learns from no more than that; TRL goes on to the limit.
+ratio is the median over the pairs. Both do nearly the same products, and these take the time; only that rlhf.py stops sampling
+with the longest answer and learns from no more than that, where TRL goes on to the limit.
 """
 import contextlib
 import io
