@@ -174,7 +174,7 @@ def learn(config, setup, alive):
         problems.append("label_smoothing is part of the loss 'dpo'; 'ipo' has none")
     problems += batch_problems(train_file, train, too_long, context, config, setup)
     refuse_once(setup, *problems, *optimiser_problems(config))
-    run, lock = open_run(config, "dpo", setup, model=source, preferences=train_file)
+    run, lock = open_run(config, "dpo", setup, model.n_params(), model=source, preferences=train_file)
     if lock is None:
         return
 

@@ -236,7 +236,7 @@ def learn(config, setup, alive):
     problems += config.outside(sft_samples=(2,), max_rankings=(0,), along_until=(0, 1), control_ratio=(1.01,))
     problems += batch_problems(train_file, train, too_long, context, config, setup)
     refuse_once(setup, *problems, *optimiser_problems(config))
-    run, lock = open_run(config, "reward", setup, model=source, preferences=train_file)
+    run, lock = open_run(config, "reward", setup, policy.n_params(), model=source, preferences=train_file)
     if lock is None:
         return
 

@@ -487,7 +487,8 @@ def ppo(config, setup, alive):
     if not prompts or len(held_out) < setup.world:
         refuse_once(setup, f"{data}: no prompts of at most {longest} tokens (the model's {context} less "
                     "max_new_tokens) in prompts_train.jsonl or prompts_val.jsonl, or fewer than processes")
-    run, lock = open_run(config, "ppo", setup, **folders, prompts=files[0])
+    size, learners = policy.n_params(), 1 if config.group else 2
+    run, lock = open_run(config, "ppo", setup, size, 3 * size * learners, **folders, prompts=files[0])
     if lock is None:
         return
 
@@ -497,7 +498,6 @@ def ppo(config, setup, alive):
     reward.to(setup.device).eval().requires_grad_(False)
     reference = copy.deepcopy(policy).requires_grad_(False)
     value = None if config.group else critic_from(reward)
-    size, learners = policy.n_params(), 1 if config.group else 2
     setup.say(f"ppo: {learners + 2} networks of {size:,} parameters, {size * (learners * 16 + 2 * 4) / 2**20:,.0f} MiB: "
               f"policy{'' if config.group else ' and critic'} with gradients and Adam's moments, reference and reward "
               f"frozen; on {setup.device}, {setup.dtype}\n"

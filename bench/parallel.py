@@ -21,10 +21,10 @@ import torch
 import train
 from configurator import configure, refuse
 from engine import parallel
-from engine.layout import Met, build, join, wrapped
+from engine.layout import build, join, wrapped
 from engine.optim import clip, optimizers_of
 from model import Llama, ModelConfig
-from timing import in_turns, ratio
+from timing import Met, in_turns, ratio
 
 layouts = ["ddp", "zero1", "zero2", "zero3"]        # and tp, pp
 sequences = 16                  # of a step, over all ranks, 256 tokens each

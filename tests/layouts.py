@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 import train as script
+from bench.timing import Met
 from configurator import configure
 from engine import checkpoint, parallel
-from engine.layout import Met, build, join, whole, wrapped
+from engine.layout import build, join, whole, wrapped
 from engine.optim import LossScale, clip, optimizers_of
 from engine.parallel import divide
 from model import Llama, ModelConfig
