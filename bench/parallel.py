@@ -70,7 +70,7 @@ def step_of(name, config, setup):
         clip(model.parameters(), 1.0, mine)
         for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=not mine.layout.in_buckets)
         return total[0].item()
     return step
 

@@ -125,10 +125,10 @@ def run_counted(config, shape, setup, step):
             p.grad = torch.zeros_like(p)
         for optimizer in optimizers:                              # its state is there from the first step on
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not layout.in_buckets)
         batch = lambda dtype: torch.zeros(layout.micro, config.block_size, dtype=dtype)
         micro_batches = [(batch(torch.int64), batch(torch.int64), batch(torch.float32)) for _ in range(count)]
-        outer = model if layout.plain else wrapped(model, setup)  # DDP can not be faked, its buckets are added in plan.py
+        outer = model if layout.plain else wrapped(model, setup)  # DDP needs numbers; its buckets are the gradients
         if layout.pp > 1:
             answer_for_neighbours(outer.schedule(count, layout.micro, config.block_size, True))
         tracker = Tracker(flat_above=2 * layout.micro * config.block_size)

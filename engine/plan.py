@@ -78,8 +78,6 @@ def at_the_peak(config, shape, layout, step, by=measure, stages=None):
     found, per_stage = [], layout.dp * layout.tp
     for stage in stages or {0, layout.pp - 1}:
         rest, moments = by(config, shape, layout, step, stage * per_stage)
-        if layout.plain and layout.dp > 1:                        # DDP's buckets: it can not run without numbers
-            moments = {moment: {**parts, "gathers": parts["gathers"] + parts["weights"]} for moment, parts in moments.items()}
         moment = max(moments, key=lambda moment: total(moments[moment]))
         parts = moments[moment]
         if layout.offload:                                        # they are on the host

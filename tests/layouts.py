@@ -106,7 +106,7 @@ def steps(config, setup, count=5, overflow=None):
         after = gather(lambda p: p) if overflow else {}
         found["moved"].append(any(not torch.equal(before[name], after[name]) for name in before))
         for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=not layout.in_buckets)
         found["losses"].append(total[0].item())
         found["norms"].append(norm.item())
     found["scale"] = scaled.value
