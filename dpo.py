@@ -163,7 +163,7 @@ def learn(config, setup, alive):
     if config.loss == "ipo" and config.label_smoothing:
         problems.append("label_smoothing is part of the loss 'dpo'; 'ipo' has none")
     refuse_once(setup, *problems)
-    run, lock = open_run(config, "dpo", setup, model=source, preferences=path)
+    run, lock = open_run(config, "dpo", setup, model.n_params(), model=source, preferences=path)
     if lock is None:
         return
 

@@ -258,7 +258,7 @@ def learn(config, setup, alive):
     if without and "" not in {ranking["dimension"] for ranking in train}:
         problems.append(f"{path} says nothing about {', '.join(sorted(without))}: that head would stay as it was drawn")
     refuse_once(setup, *problems)
-    run, lock = open_run(config, "reward", setup, model=source, preferences=path)
+    run, lock = open_run(config, "reward", setup, policy.n_params(), model=source, preferences=path)
     if lock is None:
         return
 

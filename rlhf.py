@@ -514,7 +514,8 @@ def ppo(config, setup, alive):
     if not prompts or len(held_out) < setup.world:
         refuse_once(setup, f"{data}: no prompts of at most {longest} tokens (the model's {context} less "
                     "max_new_tokens) in prompts_train.jsonl or prompts_val.jsonl, or fewer than processes")
-    run, lock = open_run(config, "ppo", setup, **folders, prompts=files[0])
+    size, learners = policy.n_params(), 1 if config.group else 2
+    run, lock = open_run(config, "ppo", setup, size, 3 * size * learners, **folders, prompts=files[0])
     if lock is None:
         return
 

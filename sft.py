@@ -347,7 +347,9 @@ def tune(config, setup, alive):
             setup.say(chat.coloured(tokenizer, ids.tolist(), weights.tolist()) + "\n")
         parallel.finish(setup)
         return
-    run, lock = open_run(config, "sft", setup, model=source, **inputs, **({"teacher": teachers_folder} if teacher else {}))
+    size = model.n_params()
+    run, lock = open_run(config, "sft", setup, size, size if config.lora_rank else 0, model=source, **inputs,
+                         **({"teacher": teachers_folder} if teacher else {}))
     if lock is None:
         return
 

@@ -457,7 +457,7 @@ def pretrain(config, setup, alive, explained):
             set_lr(optimizer, lr)
             if not deed:
                 optimizer.step()                    # never with a NaN: in Adam's moments it would stay
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=not layout.in_buckets)
         if not overflow:
             in_a_row, recent = (in_a_row + 1, recent) if deed else (0, [*recent, norm][-config.spike_window:])
         done, tokens = step + 1, tokens + config.batch_tokens

@@ -21,10 +21,10 @@ import torch
 import train
 from configurator import configure, refuse
 from engine import parallel
-from engine.layout import Met, build, join, wrapped
+from engine.layout import build, join, wrapped
 from engine.optim import clip, optimizers_of
 from model import Llama, ModelConfig
-from timing import in_turns, ratio
+from timing import Met, in_turns, ratio
 
 layouts = ["ddp", "zero1", "zero2", "zero3"]        # and tp, pp
 sequences = 16                  # of a step, over all ranks, 256 tokens each
@@ -70,7 +70,7 @@ def step_of(name, config, setup):
         clip(model.parameters(), 1.0, mine)
         for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=not mine.layout.in_buckets)
         return total[0].item()
     return step
 

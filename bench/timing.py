@@ -1,8 +1,10 @@
-"""Times of functions that are to be compared, taken in turns, so that a busy moment meets all of them."""
+"""Times of functions that are to be compared, taken in turns, so that a busy moment meets all of them; what ranks exchange."""
 import statistics
 import time
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engine import parallel
 from model import Llama, ModelConfig
@@ -37,3 +39,20 @@ def demo_model(config, setup):
 def ratio(times, name, peer):
     """The median over the rounds of how much longer `name` took than `peer` in the same round."""
     return statistics.median(a / b for a, b in zip(times[name], times[peer]))
+
+
+class Met(TorchDispatchMode):
+    """While it is entered, counts what the ranks exchange: {kind: [how often, bytes of the whole tensors]} in .counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            name = func.__name__.replace("all_", "all")
+            kind = next((kind for kind in ("allgather", "reduce_scatter", "allreduce") if kind in name), name.split(".")[0])
+            sizes = [leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            often, size = self.counts.get(kind, (0, 0))
+            self.counts[kind] = [often + 1, size + max(sizes, default=0)]
+        return func(*args, **(kwargs or {}))

@@ -7,6 +7,7 @@ compiled blocks keep less. All that is used of PyTorch's private parts stands he
 """
 import contextlib
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from configurator import refuse
 from engine.layout import join, spread, wrapped
 from engine.memory import STATES, dtype_of, waiting
-from engine.optim import clip, optimizers_of
+from engine.optim import optimizers_of
 from engine.parallel import Setup
 from model import Llama
 
@@ -24,13 +25,9 @@ try:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    _gone = [name for name in USED if not hasattr(MemTracker(), name)]
-    MOVED = f"torch.distributed._tools.mem_tracker.MemTracker has no {', '.join(_gone)}" if _gone else ""
+    MOVED = ", ".join(f"MemTracker.{name}" for name in USED if not hasattr(MemTracker(), name))
 except (ImportError, AttributeError) as error:
     MemTracker, MOVED = object, str(error)
-if MOVED:
-    MOVED = (f"this torch ({torch.__version__}) keeps elsewhere what the plan needs: {MOVED}. It was tested with torch 2.13; all "
-             "private names that it uses stand at the top of engine/fake.py")
 GATHERS, LOGITS = "gathers", "logits"
 
 
@@ -47,21 +44,12 @@ def fake_world(size, rank=0):
             _clear_sharding_prop_cache()
 
 
-def fake_tensors():
-    """In it tensors are made without memory and computed on without numbers. Meshes must be made outside of it."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 def answer_for_neighbours(schedule):
     """A pipeline's stages first ask each other whether they know the shapes of what they send; imagined ones say nothing,
     so here each is told that all do."""
     if hasattr(schedule, "_warmup_p2p"):
         from torch.distributed.pipelining.stage import InferenceMode
-
-        def known(stages, *_):
-            for stage in stages:
-                stage._inference_mode = InferenceMode.STATIC
-        schedule._warmup_p2p = known
+        schedule._warmup_p2p = lambda stages, *_: [setattr(stage, "_inference_mode", InferenceMode.STATIC) for stage in stages]
 
 
 class Tracker(MemTracker):
@@ -102,14 +90,7 @@ class Tracker(MemTracker):
     def _pre_fw_hook(self, module, inputs):
         self._track_module_params_and_buffers(module)
 
-    def _post_fw_hook(self, module, inputs, outputs):
-        pass
-
-    def _pre_bw_hook(self, module, args):
-        pass
-
-    def _post_bw_hook(self, module, args):
-        pass
+    _post_fw_hook = _pre_bw_hook = _post_bw_hook = lambda *_: None
 
 
 def measure(config, shape, layout, step, rank=0):
@@ -118,7 +99,8 @@ def measure(config, shape, layout, step, rank=0):
     step(config, model, micro_batches, setup): forward and backward. Moments: ('forward', layer), 'loss', ('backward', layer),
     'optimizer'. Two micro-batches are run (with stages one more than these), since from the second on there are gradients
     beside the activations."""
-    refuse(*[MOVED] * bool(MOVED))
+    refuse(*[f"this torch ({torch.__version__}) keeps elsewhere what the plan needs ({MOVED}). It was tested with torch 2.13; all "
+             "private names that it uses stand at the top of engine/fake.py"] * bool(MOVED))
     world = layout.pp * layout.dp * layout.tp
     setup = Setup(rank, 0, world, torch.device("cpu"), dtype_of(config), 1)
     with fake_world(world, rank):
@@ -134,7 +116,7 @@ def run_counted(config, shape, setup, step):
         model = Llama(shape)
     if not layout.plain:
         spread(model, setup)
-    with fake_tensors():
+    with FakeTensorMode(allow_non_fake_inputs=True):              # no memory, no numbers; meshes must be made outside of it
         model.to_empty(device="cpu")
         optimizers = optimizers_of(model, 1e-3, config.matrix_learning_rate, config.weight_decay)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -143,10 +125,10 @@ def run_counted(config, shape, setup, step):
             p.grad = torch.zeros_like(p)
         for optimizer in optimizers:                              # its state is there from the first step on
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not layout.in_buckets)
         batch = lambda dtype: torch.zeros(layout.micro, config.block_size, dtype=dtype)
         micro_batches = [(batch(torch.int64), batch(torch.int64), batch(torch.float32)) for _ in range(count)]
-        outer = model if layout.plain else wrapped(model, setup)  # DDP can not be faked, its buckets are added in plan.py
+        outer = model if layout.plain else wrapped(model, setup)  # DDP needs numbers; its buckets are the gradients
         if layout.pp > 1:
             answer_for_neighbours(outer.schedule(count, layout.micro, config.block_size, True))
         tracker = Tracker(flat_above=2 * layout.micro * config.block_size)
@@ -156,9 +138,6 @@ def run_counted(config, shape, setup, step):
         with tracker:
             step(config, outer, micro_batches, setup)
             now = tracker.by_name()
-        clip(model.parameters(), config.grad_clip, setup)         # these two add nothing that stays
-        for optimizer in optimizers:
-            optimizer.step()
     held = rests[-1].get("temp", 0) if count > 1 == layout.pp else 0      # ZeRO-1's whole gradients, not yet reduced
     moments = {moment: components(tracker.by_name(peak), weights, held) for moment, peak in tracker.peaks.items()}
     unseen = (layout.n_micro - count) * waiting(config, shape, layout, setup.stage)
@@ -174,22 +153,17 @@ def mark_moments(model, tracker, rests):
     """Tells the tracker where the step is; what lives at the begin of each forward pass is added to rests."""
     blocks = list(model.model.layers.children())
 
-    def enter(moment):
-        def hook(*_):
-            if not tracker.in_backward:                           # else the block is computed anew
-                tracker.moment = moment
-        return hook
+    def enter(i, *_):
+        if not tracker.in_backward:                               # else the block is computed anew
+            tracker.moment = ("forward", i)
 
-    def leave(i):
-        def hook(module, args, out):
-            if not tracker.in_backward:
-                out.register_hook(lambda gradient: setattr(tracker, "moment", ("backward", i)))
-                if i == len(blocks) - 1:
-                    tracker.moment = "loss"
-        return hook
+    def leave(i, module, args, out):
+        if not tracker.in_backward:
+            out.register_hook(lambda gradient: setattr(tracker, "moment", ("backward", i)))
+            tracker.moment = "loss" if i == len(blocks) - 1 else tracker.moment
     for i, block in enumerate(blocks):
-        block.register_forward_pre_hook(enter(("forward", i)))
-        block.register_forward_hook(leave(i))
+        block.register_forward_pre_hook(partial(enter, i))
+        block.register_forward_hook(partial(leave, i))
     model.model.register_forward_pre_hook(lambda *_: rests.append(tracker.by_name()))
 
 
@@ -210,12 +184,8 @@ def measure_deep(config, shape, layout, step, rank=0):
         return measure(config, shape, layout, step, rank)
     few, more = (measure(config, replace(shape, n_layer=n * layout.pp), layout, step, rank) for n in (3, 4))
     further = shape.n_layer // layout.pp - 3
-
-    def extend(small, large):
-        return {name: small[name] + further * (large[name] - small[name]) for name in small}
-
-    def ends(moments, n):
-        return {moment: parts for moment, parts in moments.items() if isinstance(moment, str)} | {
-            (phase, i): moments[phase, i % n] for phase in ("forward", "backward") for i in (0, 1, -2, -1)}
-    small, large = ends(few[1], 3), ends(more[1], 4)
-    return extend(few[0], more[0]), {moment: extend(small[moment], large[moment]) for moment in small}
+    extend = lambda small, large: {name: small[name] + further * (large[name] - small[name]) for name in small}
+    pairs = {moment: (few[1][moment], more[1][moment]) for moment in few[1] if isinstance(moment, str)}
+    pairs |= {(phase, i): (few[1][phase, i % 3], more[1][phase, i % 4])
+              for phase in ("forward", "backward") for i in (0, 1, -2, -1)}
+    return extend(few[0], more[0]), {moment: extend(*pair) for moment, pair in pairs.items()}

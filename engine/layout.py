@@ -2,12 +2,8 @@
 Models that several ranks hold together: train.py's `parallel`, `zero`, `hsdp`, `tp`, `pp`, `cpu_offload`.
 
 The engines are PyTorch's: DDP, FSDP2 (fully_shard), tensor parallel on DTensors, pipelining with the 1F1B schedule, all
-over one mesh. Which ranks do what is parallel.Layout; here it is done. Everything runs on CPUs with gloo too, so
-that every layout can be compared with one process (tests/test_parallel.py).
-
-    spread      cuts a model: stages of layers -> matrices -> torch.compile -> states
-    build       makes one that is cut, and fills it
-    go_through  takes the micro-batches of a step through it, forward and backward
+over one mesh. Which ranks do what is parallel.Layout; here it is done, on CPUs with gloo too, so that every layout can be
+compared with one process (tests/test_parallel.py).
 """
 import math
 import warnings
@@ -21,8 +17,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput, PrepareModuleOutput, RowwiseParallel,
                                                SequenceParallel, parallelize_module)
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from engine.parallel import bare, compile_blocks, from_all, wrap
 
@@ -238,23 +232,6 @@ def meet(model, last):
     elif model.zero < 3:
         model.set_requires_gradient_sync(last or model.zero == 2)
         model.set_reshard_after_backward(last)
-
-
-class Met(TorchDispatchMode):
-    """While it is entered, counts what the ranks exchange: {kind: [how often, bytes of the whole tensors]} in .counts."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
-            name = func.__name__.replace("all_", "all")
-            kind = next((kind for kind in ("allgather", "reduce_scatter", "allreduce") if kind in name), name.split(".")[0])
-            sizes = [leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            often, size = self.counts.get(kind, (0, 0))
-            self.counts[kind] = [often + 1, size + max(sizes, default=0)]
-        return func(*args, **(kwargs or {}))
 
 
 def settle(model):

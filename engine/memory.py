@@ -75,7 +75,7 @@ def arithmetic(config, shape, layout, stage=0):
                            else f"4 N / {s}: fp32"),
              "optimizer": ((8 * own - muon * 4 * block * layers) / s, f"{'4 or ' * muon}8 N / {s}: moments in fp32")}
     outside, kept_whole = b * (own - layers * block), layout.plain or layout.zero < 3
-    gathered = 4 * own * (layout.dp > 1) if layout.plain else outside + b * block * (layers if kept_whole else 1)
+    gathered = 0 if layout.plain else outside + b * block * (layers if kept_whole else 1)
     at_loss = {"activations": flight * layers * kept, "logits": logits, "gathers": gathered}
     going_back = {"activations": (flight * layers - 1) * kept + once, "logits": 0,
                   "gathers": gathered + (0 if layout.plain else (b * (not kept_whole) + b + 4) * block)}
@@ -84,7 +84,7 @@ def arithmetic(config, shape, layout, stage=0):
     return parts | {
         "activations": (more["activations"], f"{flight * layers} layers x {tokens:,} tokens x {kept / tokens / 1024:,.1f} KiB"),
         "logits": (more["logits"], f"12 V per token ({shape.vocab_size:,} numbers three times in fp32)" if last else ""),
-        "gathers": (more["gathers"], "4 N: DDP's buckets" * (layout.dp > 1) if layout.plain else f"{b} bytes of what is outside of layers, and of "
+        "gathers": (more["gathers"], "" if layout.plain else f"{b} bytes of what is outside of layers, and of "
                     + ("all layers" if kept_whole else "one layer or two"))}
 
 
@@ -94,7 +94,7 @@ KNOBS = {
     "optimizer": "parallel=fsdp: the moments are shared out; cpu_offload=True puts them into the CPU's memory",
     "activations": "a smaller micro_batch_size, or recompute=selective, or recompute=full: the result is the same",
     "logits": "loss_chunk=1024: so many tokens' logits at a time; or a smaller micro_batch_size",
-    "gathers": "zero=3, which gathers one layer's weights at a time; under ddp these are the buckets that travel",
+    "gathers": "zero=3, which gathers one layer's weights at a time",
     "fragments": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment; of the memory taken from the driver "
                  "much is free, in pieces that are too small",
 }

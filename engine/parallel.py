@@ -83,6 +83,12 @@ class Layout:
     def dp(self):
         return self.replicas * self.shards
 
+    @property
+    def in_buckets(self):
+        """Whether gradients are views into DDP's buckets. These stay, so gradients are zeroed between steps: freed, they
+        would be made a second time beside them."""
+        return self.plain and self.replicas > 1
+
     def __str__(self):
         if self.plain:
             return "each holds everything"
@@ -325,7 +331,8 @@ def wrap(model, setup):
     so they are multiplied by the world size where they are formed (see train.py)."""
     if setup.world == 1:
         return model
-    return DistributedDataParallel(model, device_ids=[setup.local_rank] if setup.device.type == "cuda" else None)
+    return DistributedDataParallel(model, device_ids=[setup.local_rank] if setup.device.type == "cuda" else None,
+                                   gradient_as_bucket_view=True)
 
 
 def bare(model):

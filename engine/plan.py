@@ -12,6 +12,7 @@ from engine.fake import measure, measure_deep
 from engine.gauges import flops_per_token
 from engine.memory import COMPONENTS, GIB, STATES, arithmetic, dtype_of, numbers_of, total
 from engine.parallel import divide
+from engine.preflight import kept_at_once
 from model import Llama
 
 # One GPU, from NVIDIA's data sheets: FLOP/s in bf16 (dense), bytes, bytes/s each way over NVLink, and over the network
@@ -61,10 +62,10 @@ def announce(config, shape, step):
     print("  days      " + "".join(f"{tokens * flops / (config.plan * peak * mfu) / DAY:>9.1f}" for mfu in MFUS))
     if layout.pp > 1:
         print(f"  of each step the pipeline's filling and emptying is {(layout.pp - 1) / (layout.n_micro + layout.pp - 1):.1%}")
-    wires = links(config, shape, layout, seconds)
+    busy = links(config, shape, layout, seconds)
     saving = checkpoints(config, n, seconds, layout)
     print("\nadvice")
-    for sentence in advice(config, layout, fullest, rows, wires, saving, seconds, memory):
+    for sentence in advice(config, layout, fullest[0], memory - UNCOUNTED, rows, busy, saving, seconds):
         print(f"  - {sentence}")
     print("\n" + why(config, n, flops, peak, tokens))
 
@@ -77,8 +78,6 @@ def at_the_peak(config, shape, layout, step, by=measure, stages=None):
     found, per_stage = [], layout.dp * layout.tp
     for stage in stages or {0, layout.pp - 1}:
         rest, moments = by(config, shape, layout, step, stage * per_stage)
-        if layout.plain and layout.dp > 1:                        # DDP's buckets: it can not run without numbers
-            moments = {moment: {**parts, "gathers": parts["gathers"] + parts["weights"]} for moment, parts in moments.items()}
         moment = max(moments, key=lambda moment: total(moments[moment]))
         parts = moments[moment]
         if layout.offload:                                        # they are on the host
@@ -98,13 +97,11 @@ def memory_of_configured(config, shape, layout, step):
         where = ", on the host" * (layout.offload and name in STATES)
         still = f"{rest[name] / GIB:>9.2f}" if name in rest else " " * 9
         print(f"  {name:<12}{parts[name] / GIB:>9.2f}{still}{own / GIB:>9.2f}   {how}{where}")
-    states = 0 if layout.offload else sum(rest.values())
-    print(f"  {'all':<12}{size / GIB:>9.2f}{states / GIB:>9.2f}{total_of(counted, layout) / GIB:>9.2f}   eager; compiled blocks keep less")
+    on_host = STATES if layout.offload else ()
+    states, by_arithmetic = (sum(parts[name] for name in parts if name not in on_host)
+                             for parts in (rest, {name: size for name, (size, _) in counted.items()}))
+    print(f"  {'all':<12}{size / GIB:>9.2f}{states / GIB:>9.2f}{by_arithmetic / GIB:>9.2f}   eager; compiled blocks keep less")
     return fullest
-
-
-def total_of(counted, layout):
-    return sum(size for name, (size, _) in counted.items() if not (layout.offload and name in STATES))
 
 
 def neighbours(config, shape, step, layout, fullest):
@@ -159,25 +156,21 @@ def traffic(config, shape, layout):
     return found
 
 
-def speed_of(gpu, ranks, apart):
-    """(bytes/s of each rank, over what). A ring over machines uses the adapters of all its members in one of them."""
-    _, _, nvlink, network = GPUS[gpu]
-    members = max(1, min(ranks, PER_NODE // apart))
-    return (nvlink, "NVLink") if ranks * apart <= PER_NODE else (min(nvlink, members * network), "network")
-
-
 def links(config, shape, layout, seconds):
-    """Prints what travels; -> [(what, its share of the time that a step computes)]."""
+    """Prints what travels; -> its share of the time that a step computes."""
+    _, _, nvlink, network = GPUS[config.plan_gpu]
     print(f"\nlinks       in a step, which computes for {seconds:,.2f} s at {USUAL:.0%} MFU; {PER_NODE} GPUs a machine")
-    found = []
+    busy = 0
     for what, size, ranks, apart in traffic(config, shape, layout):
-        speed, link = speed_of(config.plan_gpu, ranks, apart)
-        found.append((what, size / speed / seconds))
+        link, speed = "NVLink", nvlink
+        if ranks * apart > PER_NODE:        # a ring over machines uses the adapters of all its members in one of them
+            link, speed = "network", min(nvlink, max(1, min(ranks, PER_NODE // apart)) * network)
+        busy += size / speed / seconds
         print(f"  {what:<30}{size / 1e9:>10,.1f} GB a GPU, {ranks} ranks, {link} {speed / 1e9:.0f} GB/s:"
               f"{size / speed:>8.2f} s = {size / speed / seconds:.1%}")
-    if not found:
+    if not busy:
         print("  nothing travels")
-    return found
+    return busy
 
 
 # ---- what is saved ---------------------------------------------------------------------------------------------------
@@ -194,27 +187,27 @@ def checkpoints(config, n, seconds, layout):
             share = config.max_steps // every * stops / run
             print(f"  {name:<6}{size / 1e9:>8.1f} GB, {size / disk:,.0f} s to write; every {every:,} steps = "
                   f"{every * seconds / 3600:,.1f} h; the loop stops for {stops:,.1f} s, {share:.3%} of the run")
-    room = (config.keep + 1) * full + (config.keep + config.keep_best + 1) * light
+    kept = kept_at_once(config)
     print(f"  room for what is kept (keep={config.keep}, keep_best={config.keep_best}) and one of each being written: "
-          f"{room / 1e9:,.0f} GB" if config.keep else "  keep=0: every one of them stays on the disk")
+          f"{(kept['full'] * full + kept['light'] * light) / 1e9:,.0f} GB"
+          if config.keep else "  keep=0: every one of them stays on the disk")
     return full / disk
 
 
-def advice(config, layout, fullest, rows, wires, saving, seconds, memory):
-    """Sentences on what to change, most important first."""
-    size, capacity, found = fullest[0], memory - UNCOUNTED, []
+def advice(config, layout, size, capacity, rows, busy, saving, seconds):
+    """Sentences on what to change, most important first. size: bytes of the fullest GPU."""
+    found = []
     fitting = [(name, its) for name, its in rows[1:] if its <= capacity]
     if size > capacity:
         found.append(f"it does not fit: {size / GIB:.1f} GiB of {capacity / GIB:.1f}. " + (
             "What does: " + ", ".join(f"{name} ({its / GIB:.1f})" for name, its in fitting) if fitting else
             "Nor does any neighbour: more GPUs, tp, pp or cpu_offload"))
     else:
-        found.append(f"it fits, with {(capacity - size) / GIB:.1f} GiB of {memory / GIB:.1f} to spare after {UNCOUNTED / GIB:.0f} "
-                     "for what is not counted" + (": room for no more, --loss_chunk=1024 makes some" if
-                                                  capacity - size < 0.05 * memory else ""))
+        found.append(f"it fits, with {(capacity - size) / GIB:.1f} GiB of {(capacity + UNCOUNTED) / GIB:.1f} to spare after "
+                     f"{UNCOUNTED / GIB:.0f} for what is not counted"
+                     + ": room for no more, --loss_chunk=1024 makes some" * (capacity - size < 0.05 * capacity))
     if layout.tp > PER_NODE:
         found.append(f"tp = {layout.tp} goes beyond a machine of {PER_NODE}: every layer then waits for the network")
-    busy = sum(share for _, share in wires)
     if busy > 1:
         found.append(f"what travels takes {busy:.1f} times as long as what is computed: larger micro-batches, hsdp (shards within "
                      "a machine), zero=2 or 1 where they fit")

@@ -33,14 +33,14 @@ CLOCKS = 1.0                    # seconds that the machines' clocks may differ w
 MAY_DIFFER = ("device", "threads")      # keys of the config, from rank to rank
 
 
-def preflight(config, folder, prints, setup, n_params=0):
+def preflight(config, folder, prints, setup, numbers):
     """Looks at what a run in `folder` needs, on all ranks and machines, and prints what it found; refuses with every
-    problem at once. prints: {what: hash} of the run's inputs; n_params: of the model, 0: the disk is not asked."""
+    problem at once. prints: {what: hash} of the run's inputs; numbers: in a checkpoint, {'light': ..., 'full': ...}."""
     mine = facts_of(config, prints, setup)
     if not setup.local_rank:
         mine["problems"] += write_problems(folder)
-    if setup.is_main and n_params:
-        mine["problems"] += disk_problems(folder, n_params)
+    if setup.is_main:
+        mine["problems"] += disk_problems(config, folder, numbers)
     parallel.barrier(setup)                                     # all look at their clocks at one time
     mine["clock"] = time.time()
     ranks = parallel.from_all(mine, setup)
@@ -49,7 +49,8 @@ def preflight(config, folder, prints, setup, n_params=0):
     if setup.world > 1:
         setup.say("topology    " + "\n            ".join(topology(ranks)))
         problems += differences(ranks, "values")
-        notes += differences(ranks, "environment") + clock_notes(ranks) + environment_notes(os.environ)
+        notes += differences(ranks, "environment") + clock_notes(ranks)
+        notes += environment_notes(os.environ) if setup.is_main else []
         seconds, wrong = measure(setup)
         problems += wrong
         told, slow = bandwidth(*seconds, setup.world, link(ranks))
@@ -94,14 +95,11 @@ def allocation_problems(setup):
         torch.empty(TRIAL_BYTES, dtype=torch.uint8, device=setup.device).fill_(1)
         torch.cuda.synchronize(setup.device)
         torch.cuda.empty_cache()
+        return []
     except RuntimeError as error:                               # out of memory is one
-        free = "unknown"
-        with contextlib.suppress(RuntimeError):
-            free = "{:,} of {:,}".format(*torch.cuda.mem_get_info(setup.device))
         return [f"rank {setup.rank} on {socket.gethostname()}: {setup.device} can not give {TRIAL_BYTES:,} bytes ("
-                f"{str(error).splitlines()[0]}); free: {free}. nvidia-smi shows who uses it; leave it out with "
-                "CUDA_VISIBLE_DEVICES, or choose another machine"]
-    return []
+                f"{str(error).splitlines()[0]}). nvidia-smi shows who uses it; leave it out with CUDA_VISIBLE_DEVICES, or choose "
+                "another machine"]
 
 
 def interface():
@@ -150,17 +148,25 @@ def write_problems(folder):
                 "permissions, or choose another --out_dir"]
 
 
-def disk_problems(folder, n_params, kept=3):
-    """Room for three checkpoints of each kind: the two that are kept (`keep`) and the next, which is whole before an older
-    one goes. A light one has 4 bytes for each parameter, a full one 12 (fp32, and AdamW's two moments). Of those that are
-    there already up to two count."""
-    sizes = {"light": 4 * n_params, "full": 12 * n_params}
-    needed = sum(size * (kept - min(kept - 1, len(steps_of(folder, kind)))) for kind, size in sizes.items())
-    free = shutil.disk_usage(folder if folder.exists() else Path.cwd()).free
-    if free >= needed:
-        return []
-    return [f"{folder}: {free:,} bytes are free, and {kept} checkpoints of each kind (light {sizes['light']:,}, full "
-            f"{sizes['full']:,} bytes) take {needed:,} more; make room, or choose another --out_dir"]
+def kept_at_once(config):
+    """{kind: how many checkpoints there are at once}: those that are kept, and the next one, which is whole before an
+    older one goes. That is 3 with keep=2 (or 0, all). A kind without an interval is written once, at the end."""
+    count = (getattr(config, "keep", 1) or 2) + 1
+    return {"light": count + getattr(config, "keep_best", 0) if getattr(config, "save_light", 0) else 1,
+            "full": count if getattr(config, "save_full", 0) else 1}
+
+
+def disk_problems(config, folder, numbers):
+    """Room for the checkpoints of a run. numbers: {kind: how many numbers of 4 bytes one has}. Those that are there count,
+    but for the next one's place."""
+    there = {kind: min(count - 1, len(steps_of(folder, kind))) for kind, count in kept_at_once(config).items()}
+    more = {kind: count - there[kind] for kind, count in kept_at_once(config).items()}
+    needed = sum(4 * numbers[kind] * count for kind, count in more.items())
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents, Path.cwd()) if path.exists())).free
+    return [] if free >= needed else [
+        f"{folder}: {free:,} bytes are free, and {needed:,} more are needed: " + " and ".join(
+            f"{count} {kind} checkpoint(s) of {4 * numbers[kind]:,}" for kind, count in more.items())
+        + "; make room, keep fewer (--keep), or choose another --out_dir"]
 
 
 # --- what the ranks tell, compared -----------------------------------------------------------------------------------
@@ -226,20 +232,6 @@ def determinism(setup):
 # --- variables of the environment ------------------------------------------------------------------------------------
 
 FAMILIES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "TORCH_GLOO_")
-KNOWN = """NCCL_ALGO NCCL_BUFFSIZE NCCL_COLLNET_ENABLE NCCL_COMM_BLOCKING NCCL_CONF_FILE NCCL_CROSS_NIC NCCL_CUMEM_ENABLE
-NCCL_CUMEM_HOST_ENABLE NCCL_DEBUG NCCL_DEBUG_FILE NCCL_DEBUG_SUBSYS NCCL_DMABUF_ENABLE NCCL_GRAPH_FILE NCCL_HOSTID
-NCCL_IB_ADAPTIVE_ROUTING NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA NCCL_IB_MERGE_NICS NCCL_IB_PCI_RELAXED_ORDERING
-NCCL_IB_QPS_PER_CONNECTION NCCL_IB_RETRY_CNT NCCL_IB_ROCE_VERSION_NUM NCCL_IB_SL NCCL_IB_SPLIT_DATA_ON_QPS NCCL_IB_TC
-NCCL_IB_TIMEOUT NCCL_LAUNCH_MODE NCCL_MAX_CTAS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MIN_NCHANNELS NCCL_MNNVL_ENABLE
-NCCL_NET NCCL_NET_GDR_LEVEL NCCL_NET_GDR_READ NCCL_NET_PLUGIN NCCL_NSOCKS_PERTHREAD NCCL_NTHREADS NCCL_NVLS_ENABLE
-NCCL_OOB_NET_IFNAME NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO NCCL_PXN_DISABLE NCCL_RAS_ENABLE NCCL_SHM_DISABLE
-NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NCCL_TOPO_DUMP_FILE NCCL_TOPO_FILE NCCL_TUNER_PLUGIN
-NCCL_VERSION TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_AVOID_RECORD_STREAMS TORCH_NCCL_BLOCKING_WAIT
-TORCH_NCCL_COORD_CHECK_MILSEC TORCH_NCCL_CUDA_EVENT_CACHE TORCH_NCCL_DESYNC_DEBUG TORCH_NCCL_DUMP_ON_TIMEOUT
-TORCH_NCCL_ENABLE_MONITORING TORCH_NCCL_ENABLE_TIMING TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC TORCH_NCCL_HIGH_PRIORITY
-TORCH_NCCL_NAN_CHECK TORCH_NCCL_PROPAGATE_ERROR TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC TORCH_FR_BUFFER_SIZE TORCH_FR_CPP_STACK
-TORCH_FR_DUMP_DYNAMIC_FILE_NAME TORCH_FR_DUMP_TEMP_FILE GLOO_DEVICE_TRANSPORT GLOO_SOCKET_IFNAME GLOO_LOG_LEVEL
-TORCH_GLOO_LAZY_INIT""".split()         # NCCL_VERSION: says what an image holds, and switches nothing
 RENAMED = {
     **{f"NCCL_{name}": f"TORCH_NCCL_{name}" for name in ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "DESYNC_DEBUG",
                                                           "ENABLE_TIMING", "AVOID_RECORD_STREAMS")},
@@ -256,30 +248,35 @@ HARMFUL = {
     "TORCH_NCCL_BLOCKING_WAIT=1": "holds the CPU in every collective, so that it can not run ahead of the GPU",
     "TORCH_DISTRIBUTED_DEBUG=DETAIL": "checks every collective with another one: a way to find a fault, slow",
     "CUDA_LAUNCH_BLOCKING=1": "waits for every kernel: a way to find a fault, several times slower"}
+# NCCL_VERSION says what an image holds, and switches nothing.
+USUAL = {"NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_DUMP_ON_TIMEOUT", "NCCL_VERSION",
+         *RENAMED.values(), *(setting.partition("=")[0] for setting in HARMFUL)}
 
 
 def environment_notes(environment):
     """A sentence for each variable that torch or NCCL would not know, knows by another name, or that does harm."""
     notes = [f"{setting} {why}; unset it" for setting, why in HARMFUL.items()
              if environment.get(setting.partition("=")[0], "").upper() == setting.partition("=")[2]]
-    for name in sorted(name for name in environment if name.startswith(FAMILIES)):
+    names = sorted(name for name in environment if name.startswith(FAMILIES))
+    known = names_in_libraries() if set(names) - USUAL - set(RENAMED) else USUAL
+    for name in names:
         if name in RENAMED:
             notes.append(f"{name} is an old name: {RENAMED[name]} is what torch and NCCL read now")
-        elif name not in KNOWN and not in_libraries(name):
-            close = difflib.get_close_matches(name, [*KNOWN, *RENAMED.values()], 1, 0.6)
-            notes.append(f"{name} is no variable of torch or NCCL, so it does nothing"
+        elif name not in known:
+            close = difflib.get_close_matches(name, sorted(known), 1, 0.6)
+            notes.append(f"{name} is no variable of torch or NCCL as they are installed, so it does nothing"
                          + (f"; the nearest is {close[0]}" if close else ""))
     return notes
 
 
-def in_libraries(name):
-    """Whether the libraries that are installed have this name in them: there are hundreds, and each version has others."""
-    site = Path(torch.__file__).parent
-    for file in (*site.glob("lib/libtorch_cuda.so"), *site.parent.glob("nvidia/*/lib/libnccl.so.2")):
+def names_in_libraries():
+    """The variables that the installed torch and NCCL know: there are hundreds, and each version has others."""
+    site, found = Path(torch.__file__).parent, set(USUAL)
+    for file in (*site.glob("lib/libtorch_c*.so"), *site.parent.glob("nvidia/*/lib/libnccl.so.2")):
         with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if content.find(name.encode() + b"\0") >= 0:
-                return True
-    return False
+            found.update(name.decode() for name in re.findall(
+                rb"\b(?:NCCL|TORCH_NCCL|TORCH_FR|GLOO|TORCH_GLOO)_[A-Z0-9_]+(?=\0)", content))
+    return found
 
 
 # --- the network -----------------------------------------------------------------------------------------------------

@@ -18,9 +18,10 @@ from engine.parallel import refuse_once
 from engine.preflight import preflight
 
 
-def open_run(config, stage, setup, n_params=0, **made_from):
+def open_run(config, stage, setup, n_params=0, in_full=0, **made_from):
     """Takes out_dir/stage for this run; -> (folder, lock), or (folder, None) when the run is finished. Of one that is not,
-    engine/preflight.py looks at all ranks and machines first; n_params: the model's, for the room on the disk.
+    engine/preflight.py looks at all ranks and machines first. For the room on the disk: n_params of the model that a light
+    checkpoint holds; numbers in a full one, by default its weights and AdamW's two moments.
 
     made_from: {what: path} of the files and folders that it reads, or a text that stands for their content. The lock
     lives as long as the object does: keep it. Refuses a folder that another process uses, and one that was begun with
@@ -28,7 +29,7 @@ def open_run(config, stage, setup, n_params=0, **made_from):
     folder = Path(config.out_dir) / stage
     prints = {what: fingerprint(path) for what, path in made_from.items()}
     if not parallel.from_main((folder / "result.json").exists(), setup):
-        preflight(config, folder, prints, setup, n_params)
+        preflight(config, folder, prints, setup, {"light": n_params, "full": in_full or 3 * n_params})
     lock = on_main(lambda: lock_folder(folder), setup) or "held by rank 0"
     refuse_other_disk(folder, setup)
     leave_again(folder, setup)

@@ -54,7 +54,7 @@ def held(config, shape, setup):
             for optimizer in optimizers:
                 optimizer.step()
                 if number == 0:
-                    optimizer.zero_grad(set_to_none=True)
+                    optimizer.zero_grad(set_to_none=not setup.layout.in_buckets)
     found = {"weights": held_by(model.parameters()), "gradients": held_by(p.grad for p in model.parameters()), "optimizer": held_by(
         value for optimizer in optimizers for state in optimizer.state.values() for value in state.values() if value.dim())}
     return {**found, "peak": peak_of(recorded)}

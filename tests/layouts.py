@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 import train as script
+from bench.timing import Met
 from configurator import configure
 from engine import checkpoint, parallel
-from engine.layout import Met, build, join, whole, wrapped
+from engine.layout import build, join, whole, wrapped
 from engine.optim import LossScale, clip, optimizers_of
 from engine.parallel import divide
 from model import Llama, ModelConfig
@@ -105,7 +106,7 @@ def steps(config, setup, count=5, overflow=None):
         after = gather(lambda p: p) if overflow else {}
         found["moved"].append(any(not torch.equal(before[name], after[name]) for name in before))
         for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=not layout.in_buckets)
         found["losses"].append(total[0].item())
         found["norms"].append(norm.item())
     found["scale"] = scaled.value

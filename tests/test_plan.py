@@ -186,7 +186,7 @@ def test_numbers_of_the_report(capsys, monkeypatch):
 
 def test_what_does_not_fit_is_told_what_does(capsys):
     config, shape = settings(*SHAPE, "--plan=8", "--n_layer=4", "--plan_gpu=H100")
-    plan.GPUS["H100"] = (989.4e12, plan.UNCOUNTED + 0.5 * GIB, 450e9, 50e9)
+    plan.GPUS["H100"] = (989.4e12, plan.UNCOUNTED + 0.4 * GIB, 450e9, 50e9)
     try:
         plan.announce(config, shape, step)
     finally:

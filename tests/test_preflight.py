@@ -1,5 +1,6 @@
 """What is looked at before step 1: each check by itself, and two real processes that differ, or do not."""
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -7,14 +8,21 @@ import sys
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import dpo
+import reward
+import rlhf
+import sft
 import test_train
+import toy
 from engine import parallel, preflight
 from engine.tokenizer import PATTERNS, SPECIAL_TOKENS, Tokenizer
 from faults import Run
+from model import ScalarModel
 from small import ALONE, ROOT, byte_tokenizer
 from test_train import SHAPE, launch, losses, make_data, train
 from test_train import data                         # noqa: F401
@@ -32,19 +40,47 @@ RANKS = [facts(rank, "one" if rank < 4 else "two") for rank in range(8)]
 
 # --- The disk --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("light, full, needed", [(0, 0, 3 * 4 + 3 * 12), (1, 0, 2 * 4 + 3 * 12), (2, 2, 4 + 12), (9, 1, 4 + 24)])
-def test_room_for_three_checkpoints_of_each_kind(tmp_path, monkeypatch, light, full, needed):
-    """A parameter is 4 bytes in a light one and 12 in a full one; what is kept already needs no more room."""
+@pytest.mark.parametrize("light, full, needed", [(0, 0, 4 * 4 + 3 * 12), (1, 0, 3 * 4 + 3 * 12), (3, 2, 4 + 12), (9, 1, 4 + 24)])
+def test_room_for_all_checkpoints_that_are_there_at_once(tmp_path, monkeypatch, light, full, needed):
+    """A parameter is 4 bytes in a light one and 12 in a full one; what is kept already needs no more room. keep=2 and
+    keep_best=1: 4 light ones, 3 full ones."""
     for name, count in (("step", light), ("full", full)):
         for step in range(count):
             (tmp_path / f"{name}_{step + 1:08d}").mkdir()
     (tmp_path / "full_00000099.tmp").mkdir()
-    n, usage = 1000, namedtuple("usage", "free")
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage(needed * n))
-    assert preflight.disk_problems(tmp_path, n) == []
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage(needed * n - 1))
-    (problem,) = preflight.disk_problems(tmp_path, n)
-    assert f"{needed * n - 1:,} bytes are free" in problem and f"take {needed * n:,} more" in problem
+    config, n, usage = SimpleNamespace(keep=2, keep_best=1, save_light=9, save_full=9), 1000, namedtuple("usage", "free")
+    for free in (needed * n, needed * n - 1):
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage(free))
+        problems = preflight.disk_problems(config, tmp_path, {"light": n, "full": 3 * n})
+        assert len(problems) == (free < needed * n)
+    assert f"{needed * n - 1:,} bytes are free, and {needed * n:,} more are needed" in problems[0]
+    kept = preflight.kept_at_once
+    assert kept(SimpleNamespace(save_full=5)) == {"light": 1, "full": 2}                    # reward.py, dpo.py, rlhf.py
+    assert kept(SimpleNamespace(save_full=0, save_light=0, keep=0)) == {"light": 1, "full": 1}
+    assert kept(SimpleNamespace(save_full=5, save_light=5, keep=0)) == {"light": 3, "full": 3}
+
+
+@pytest.mark.parametrize("script, words, full", [
+    (sft, ["--keep=1"], 2 * 3), (sft, ["--lora_rank=2"], 2 * 1), (reward, [], 2 * 3), (dpo, [], 2 * 3), (rlhf, [], 2 * 6),
+    (rlhf, ["--group=4"], 2 * 3)])
+def test_every_stage_asks_the_disk_first(tmp_path, monkeypatch, capsys, script, words, full):
+    """full: numbers per parameter in the full checkpoints of a run; PPO's have the critic as well."""
+    tokenizer = toy.tokenizer()
+    model = toy.model(tokenizer)
+    toy.write_data(tmp_path / "data", pairs=16, control=4)
+    rows = [{"messages": toy.question(random.Random(i)) + [{"role": "assistant", "content": "a remark"}]} for i in range(8)]
+    for name in ("train", "val"):
+        toy.write_lines(tmp_path / f"data/chat/conversations_{name}.jsonl", rows)
+    toy.save(tmp_path / "out/sft", model, tokenizer)
+    toy.save(tmp_path / "out/reward", ScalarModel(model.config).init_weights(1), tokenizer)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: namedtuple("usage", "free")(0))
+    start = [f"--init_from={tmp_path}/out/sft"] if script is not rlhf else ["--episodes=8", "--max_new_tokens=8"]
+    with pytest.raises(SystemExit) as stop:
+        script.main(toy.config_of(script, f"--data_dir={tmp_path}/data", f"--out_dir={tmp_path}/out", *start,
+                                  *([] if script in (sft, rlhf) else ["--batch_size=8"]), *words))
+    said, n = capsys.readouterr().err, model.n_params()
+    count, size = re.search(r"(\d+) full checkpoint\(s\) of ([\d,]+)", said).groups()
+    assert stop.value.code == 2 and int(count) * int(size.replace(",", "")) == 4 * full * n, said
 
 
 def test_a_parameter_has_so_many_bytes_in_real_checkpoints(data, tmp_path):      # noqa: F811
@@ -101,31 +137,35 @@ def test_topology_has_a_line_for_each_machine():
 def test_a_gpu_that_gives_no_memory(monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB\nGPU 3 has ...")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 80_000_000))
     monkeypatch.setattr(torch, "empty", full)
     (problem,) = preflight.allocation_problems(GPU)
     assert "rank 11 on" in problem and "cuda:3 can not give 268,435,456 bytes (CUDA out of memory. Tried" in problem
-    assert "free: 1,000 of 80,000,000" in problem and "nvidia-smi" in problem
+    assert "nvidia-smi" in problem
 
 
 # --- The environment -------------------------------------------------------------------------------------------------
 
-def test_variables_that_are_unknown_renamed_or_harmful(monkeypatch):
+def test_variables_that_are_unknown_renamed_or_harmful(tmp_path, monkeypatch):
+    (tmp_path / "torch/lib").mkdir(parents=True)
+    (tmp_path / "nvidia/nccl/lib").mkdir(parents=True)
+    (tmp_path / "torch/lib/libtorch_cuda.so").write_bytes(b"\1TORCH_NCCL_NAN_CHECK\0x")
+    (tmp_path / "nvidia/nccl/lib/libnccl.so.2").write_bytes(b"\0NCCL_BUFFSIZE\0NCCL_QQ_QQQQQ_QQQQ ...\0")
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch/__init__.py"))
     notes = preflight.environment_notes({
         "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "0", "NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_SOCKET_IFNAMES": "eth0",
-        "TORCH_DISTRIBUTED_DEBUG": "detail", "NCCL_DEBUG": "INFO", "NCCL_VERSION": "2.27.3-1", "NCCL_QQ_QQQQQ_QQQQ": "1", "PATH": "x"})
+        "TORCH_DISTRIBUTED_DEBUG": "detail", "NCCL_DEBUG": "INFO", "NCCL_VERSION": "2.27.3-1", "NCCL_QQ_QQQQQ_QQQQ": "1", "PATH": "x",
+        "NCCL_BUFFSIZE": "1", "TORCH_NCCL_NAN_CHECK": "1"})
     assert [note.split()[0] for note in notes] == ["NCCL_IB_DISABLE=1", "TORCH_DISTRIBUTED_DEBUG=DETAIL", "NCCL_ASYNC_ERROR_HANDLING",
                                                    "NCCL_QQ_QQQQQ_QQQQ", "NCCL_SOCKET_IFNAMES"]
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING is what torch and NCCL read now" in notes[2]
     assert notes[3].endswith("so it does nothing") and notes[4].endswith("the nearest is NCCL_SOCKET_IFNAME")
-    monkeypatch.setattr(preflight, "in_libraries", lambda name: name == "NCCL_QQ_QQQQQ_QQQQ")
-    assert preflight.environment_notes({"NCCL_QQ_QQQQQ_QQQQ": "1"}) == []
 
 
-def test_every_family_is_in_the_list_of_known_names():
-    assert all(any(name.startswith(family) for name in preflight.KNOWN) for family in preflight.FAMILIES)
-    assert not set(preflight.RENAMED) & set(preflight.KNOWN) and set(preflight.RENAMED.values()) <= set(preflight.KNOWN)
-    assert {setting.partition("=")[0] for setting in preflight.HARMFUL if setting.startswith(preflight.FAMILIES)} <= set(preflight.KNOWN)
+def test_the_library_is_read_for_unusual_names_only_and_knows_gloos(monkeypatch):
+    assert "GLOO_LOG_LEVEL" in preflight.names_in_libraries()
+    monkeypatch.setattr(preflight, "names_in_libraries", lambda: pytest.fail("no need to read it"))
+    assert preflight.environment_notes({"NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "lo", "TORCH_FR_BUFFER_SIZE": "9"}) == []
+    assert not set(preflight.RENAMED) & preflight.USUAL
 
 
 # --- The network -----------------------------------------------------------------------------------------------------
