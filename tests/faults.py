@@ -1,15 +1,16 @@
 """Runs of train.py on two real processes, and what can happen to them: signals, damaged files, bad data, full disks."""
+import contextlib
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
 
 import numpy as np
 
 from engine.manifest import folder_of, steps_of
 from engine.shards import ShardWriter, n_blocks, step_blocks, write_index
+from programs import TORCHRUN, Program
 from small import ROOT, byte_tokenizer
 from test_train import SHAPE
 
@@ -26,66 +27,17 @@ def processes():
     return {int(row[0]): (int(row[1]), row[2]) for row in rows if len(row) == 3}
 
 
-class Run:
+class Run(Program):
     """train.py on two processes, or with processes=1 on one."""
 
-    def __init__(self, data, out, *extra, processes=2, words=None, said=None, launcher=None, **more):
-        launcher = launcher or ([sys.executable] if processes == 1 else [
-            sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port=0",
-            "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"])
-        words = words or ["train.py"]
-        self.out, self.said = out, said or out.with_name(f"{out.name}.{time.time_ns()}.txt")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.said, "w") as file:
-            words = [*launcher, *words, f"--data_dir={data}", f"--out_dir={out}", *SHAPE, *LARGE, *extra]
-            self.process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
-                                            env={**os.environ, "OMP_NUM_THREADS": "1"}, **more)
-        self.pids = []
-
-    def ranks(self):
-        """Their process ids, rank 0 first; known once they run."""
-        if not self.pids and self.process.poll() is None:
-            found = processes()
-            self.pids = sorted(pid for pid, (parent, words) in found.items()
-                               if parent == self.process.pid and "train.py" in words)
-        return self.pids
-
-    def send(self, number):
-        """A signal to all of them at once, torchrun included."""
-        for pid in [*self.ranks(), self.process.pid]:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                pass
-
-    def until(self, condition, seconds=200):
-        """Waits for something to be seen from outside; whether it was, while the run was alive."""
-        deadline = time.time() + seconds
-        while time.time() < deadline and self.process.poll() is None:
-            if condition():
-                return True
-            time.sleep(0.001)
-        return False
+    def __init__(self, data, out, *extra, processes=2, words=("train.py",)):
+        self.out = out
+        super().__init__(*words, f"--data_dir={data}", f"--out_dir={out}", *SHAPE, *LARGE, *extra, processes=processes)
 
     def until_step(self, step):
         log = self.out / "pretrain" / "log.jsonl"
         before = log.read_bytes().count(b"\n") if log.exists() else 0
         assert self.until(lambda: log.exists() and log.read_bytes().count(b"\n") >= before + step), self.text()
-        self.ranks()
-
-    def wait(self, seconds=200):
-        """Until the end; -> (exit status, what it said)."""
-        try:
-            return self.process.wait(seconds), self.text()
-        finally:
-            self.kill()
-
-    def kill(self):
-        self.send(signal.SIGKILL)
-        self.process.wait()
-
-    def text(self):
-        return self.said.read_text()
 
     def kill_in_save(self, wanted):
         """kill -9 of everything while a full checkpoint is written, at one of these stages; -> the stage, None when the
@@ -103,6 +55,46 @@ class Run:
             self.send(signal.SIGCONT)
             time.sleep(0.001)
         return None
+
+
+class Launched(Run):
+    """The same by another program: torchrun."""
+
+    def __init__(self, data, out, *extra, launcher=TORCHRUN, words=("train.py",), said=None):
+        self.out, self.said = out, said or out.with_name(f"{out.name}.{time.time_ns()}.txt")
+        self.errors, self.children = self.said, []
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.said, "w") as file:
+            words = [*launcher, *words, f"--data_dir={data}", f"--out_dir={out}", *SHAPE, *LARGE, *extra]
+            self.process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
+                                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    @property
+    def pids(self):
+        """Of the ranks, rank 0 first; known once they run."""
+        if not self.children and self.process.poll() is None:
+            self.children = sorted(pid for pid, (parent, words) in processes().items()
+                                   if parent == self.process.pid and "train.py" in words)
+        return self.children
+
+    def poll(self):
+        return self.process.poll()
+
+    def send(self, number):
+        """To all of them at once, torchrun included."""
+        for pid in [*self.pids, self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def kill(self):
+        self.send(signal.SIGKILL)
+        self.process.wait()
+
+    def wait(self, seconds=200):
+        try:
+            return self.process.wait(seconds), self.text()
+        finally:
+            self.kill()
 
 
 def stage(out, known):

@@ -22,7 +22,7 @@ from engine.optim import clip, optimizers_of
 from engine.parallel import divide
 from model import Llama, ModelConfig
 
-SHAPE = ("--n_layer=6 --n_head=4 --n_kv_head=4 --n_embd=256 --n_inner=704 --block_size=256 --vocab_size=2048 --micro_batch_size=4 "
+SHAPE = ("--n_layer=3 --n_head=4 --n_kv_head=4 --n_embd=256 --n_inner=704 --block_size=256 --vocab_size=2048 --micro_batch_size=4 "
          "--tie_embeddings=False --batch_tokens=4096 --dtype=bf16 --device=cpu --threads=1 --compile=False").split()
 WAYS = {"ddp": "--parallel=ddp", "zero1": "--parallel=fsdp --zero=1", "zero2": "--parallel=fsdp --zero=2",
         "zero3": "--parallel=fsdp", "full": "--parallel=fsdp --recompute=full"}

@@ -65,7 +65,7 @@ def digest(model, optimizers):
     return {name: hashlib.sha256(whole(t).contiguous().numpy().tobytes()).hexdigest() for name, t in tensors.items()}
 
 
-def steps(config, setup, count=5, overflow=None):
+def steps(config, setup, count=3, overflow=None):
     """Losses and gradient norms of the first steps; initial weights, and the first gradients before and after clipping,
     whole and by name; how often the ranks met in the first step. overflow: number of a step in which rank 1 has an
     infinite gradient, while all losses are finite."""
@@ -149,7 +149,7 @@ def main(what, folder, names, *words):
     keys = dict(word.split("=", 1) for word in words)
     for name in names.split(","):
         if what == "steps":
-            found = steps(config_of(**LAYOUTS[name][1]), setup, overflow=2 if "overflow" in name else None)
+            found = steps(config_of(**LAYOUTS[name][1]), setup, **(dict(count=4, overflow=2) if "overflow" in name else {}))
         else:
             found = runs(name, folder, setup, **keys)
         torch.save(found, f"{folder}/{name}.{setup.rank}")

@@ -3,14 +3,13 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 
 import pytest
 
 from engine.alarms import KEPT, OF_THE_LOSS, OF_THE_MACHINE, Alarms
 from engine.monitor import Monitor, read_log
-from small import ALONE, ROOT
+from programs import run
+from small import ALONE
 
 GIB = 2**30
 
@@ -144,8 +143,7 @@ def test_a_run_says_it_once_and_so_does_the_doctor(tmp_path, capsys):
     write(tmp_path / "run", FAULTS["loss spike"](healthy())[60:], start=590)        # ... and from one before it: not so
     assert capsys.readouterr().out.count("alarm at step 1000") == 1
     write(tmp_path / "other", healthy())
-    done = {folder: subprocess.run([sys.executable, "doctor.py", f"--alarms={tmp_path / folder}"], capture_output=True,
-                                   text=True, cwd=ROOT) for folder in (".", "run", "other", "none")}
+    done = {folder: run("doctor.py", f"--alarms={tmp_path / folder}") for folder in (".", "run", "other", "none")}
     assert [done[folder].returncode for folder in done] == [1, 1, 0, 2]
     assert "run: from step 1000 on: loss spike: " in done["run"].stdout and done["."].stdout == done["run"].stdout
     assert "no log there" in done["none"].stderr

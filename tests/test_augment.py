@@ -1,5 +1,4 @@
 """techniques/augment.py: templates filled, other words by a model, and nothing twice or out of the evaluation."""
-import json
 
 import pytest
 

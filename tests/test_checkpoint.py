@@ -2,7 +2,6 @@
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from engine import checkpoint
 from engine.files import read_json
 from engine.manifest import abandon, newest, publish, verify
 from engine.optim import adamw
+from programs import Program, run
 from small import ALONE, ROOT, byte_tokenizer, small_llama
 
 
@@ -341,8 +341,7 @@ def test_kill_in_the_middle_of_a_save(tmp_path):
     whole, the old one or the new one, and nothing else bears the name of a checkpoint."""
     script = tmp_path / "killed.py"
     script.write_text(KILLED.format(root=str(ROOT), tests=str(ROOT / "tests")))
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = run(script, tmp_path)
     (_, events), *killed = [map(int, line.split()) for line in done.stdout.splitlines()]
     assert events > 10 and len(killed) > events / 3, done.stderr
     for at, code in killed:
@@ -430,17 +429,13 @@ def test_other_numbers_of_processes_and_other_layouts_have_the_same_state(tmp_pa
     """2 -> 1, 3 and 4 processes; plain tensors -> shards over 2 -> plain ones. Weights and moments are the same bits."""
     script = tmp_path / "moved.py"
     script.write_text(MOVED.format(root=str(ROOT), tests=str(ROOT / "tests")))
-    ranks = [subprocess.Popen([sys.executable, str(script), str(tmp_path), str(rank)], stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) for rank in range(4)]
-    try:
-        told = [rank.communicate(timeout=200) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * 4, told
-    assert "rank 0 those of steps 3; rank 1 none" in told[0][1] and "the same out_dir" in told[0][1]
+    ranks = [Program(script, tmp_path, rank) for rank in range(4)]
+    ended = [rank.wait() for rank in ranks]
+    assert [code for code, _ in ended] == [0] * 4, ended
+    told = [said for _, said in ended]
+    assert "rank 0 those of steps 3; rank 1 none" in told[0] and "the same out_dir" in told[0]
     assert verify(tmp_path / "full_00000003") == verify(tmp_path / "full_00000004") == []
-    lines = [line.split() for said, _ in told for line in said.splitlines() if line.count(" ") == 2]
+    lines = [line.split() for said in told for line in said.splitlines() if line.count(" ") == 2]
     assert lines.count(["refused", "2", "2"]) == 2
     hashes = [line for line in lines if line[0] != "refused"]
     expected = [("plain3", n) for n in (1, 3, 4)] + [("plain4", n) for n in (1, 3, 4)] + [("saved", 2), ("sharded", 2)]

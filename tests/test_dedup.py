@@ -161,9 +161,9 @@ def test_d28_signatures_do_not_depend_on_the_process():
 def test_thousands_of_copies_take_no_quadratic_time():
     import time
     sets = [shingles(text_of(1))] * 20_000
-    start = time.perf_counter()
+    start = time.process_time()
     chosen, _ = of_sets(sets, bands=4, rows=4)
-    assert set(chosen.tolist()) == {0} and time.perf_counter() - start < 20
+    assert set(chosen.tolist()) == {0} and time.process_time() - start < 20
 
 
 def sets_of(*overlaps, size=1000, seed=7):

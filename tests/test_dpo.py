@@ -4,8 +4,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,7 +16,8 @@ from engine.monitor import read_log
 from engine.rankings import read_rankings
 from planted import passes, plant
 from safetensors.torch import load_file
-from small import ALONE, ROOT
+from programs import Program
+from small import ALONE
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +129,8 @@ def test_the_cut_changes_nothing_and_a_run_that_was_asked_to_leave_goes_on_exact
 
 def test_two_processes_do_as_one(world, tmp_path):
     one = steps_of(run(world, tmp_path / "one", "--epochs=1"))
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--rdzv_backend=c10d",
-                           "--rdzv_endpoint=localhost:0", "dpo.py", *arguments(world, tmp_path / "two")],
-                          cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    code, said = Program("dpo.py", *arguments(world, tmp_path / "two"), processes=2).wait()
+    assert code == 0, said
     two = steps_of(tmp_path / "two" / "dpo")
     for key in ("loss", "chosen", "rejected", "accuracy", "best"):
         assert [r[key] for r in two] == pytest.approx([r[key] for r in one], abs=1e-3), key

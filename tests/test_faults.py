@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 import pytest
@@ -19,7 +18,8 @@ from engine.files import read_json
 from engine.manifest import abandon, folder_of, steps_of, verify
 from engine.monitor import read_log
 from engine.optim import adamw, lr_at
-from faults import Run, damage, newest_full
+from faults import Launched, Run, damage, newest_full
+from programs import TORCHRUN
 from small import ALONE, ROOT, byte_tokenizer, small_llama
 from test_train import same, train, weights
 
@@ -64,10 +64,10 @@ def test_one_accident_after_the_other(data, whole, tmp_path):
             damaged = newest_full(out)
             damage(damaged, kind)
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        run = Run(data, out, *SKIP)
+        run = (Launched if number == signal.SIGTERM else Run)(data, out, *SKIP)
         run.until_step(1)
         assert number == signal.SIGUSR1 or damaged is None or f"skipping a damaged checkpoint: {damaged}" in run.text()
-        os.kill(run.process.pid if number == signal.SIGTERM else run.ranks()[1], number)
+        os.kill(run.process.pid if number == signal.SIGTERM else run.pids[1], number)
         code, said = run.wait()
         assert code != 0 and "asked to leave: step" in said and "Traceback" not in said.split("asked to leave")[0], said
         assert f"step {steps_of(out / 'pretrain', 'full')[0]} is saved" in said and verify(newest_full(out)) == []
@@ -81,7 +81,7 @@ def test_one_process_says_by_its_exit_status_that_it_can_go_on(data, tmp_path):
     for number, steps in ((signal.SIGTERM, 2), (signal.SIGUSR1, 8)):
         run = Run(data, tmp_path / "out", *SKIP, processes=1)
         run.until_step(steps)
-        run.process.send_signal(number)
+        run.send(number)
         code, said = run.wait()
         assert code == 75 and "the same command continues" in said, said
     train(data, tmp_path / "out", *faults.LARGE, *SKIP)
@@ -95,16 +95,16 @@ def test_disk_full(data, whole, tmp_path):
     mounted = shutil.which("mount") and subprocess.run(mount, capture_output=True).returncode == 0
     try:
         if mounted:         # on a disk that is too small from the start the run does not begin, and then on one that gets full
-            code, said = Run(data, disk / "out", *SKIP, processes=1, said=tmp_path / "small.txt").wait()
+            code, said = Run(data, disk / "out", *SKIP, processes=1).wait()
             assert code == 2 and "and 3 checkpoints of each kind (light 6,966,272, full 20,898,816 bytes) take 83,595,264 more" in said, said
             subprocess.run(["mount", "-o", "remount,size=300m", str(disk)], check=True)
-        run = Run(data, disk / "out", *SKIP, said=tmp_path / "first.txt")
-        assert run.until(lambda: steps_of(disk / "out" / "pretrain", "full") and run.ranks())
+        run = Run(data, disk / "out", *SKIP)
+        assert run.until(lambda: steps_of(disk / "out" / "pretrain", "full"))
         first = newest_full(disk / "out")
         with contextlib.suppress(OSError):                  # the run may take the last of it first
             if mounted:
                 (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - (5 << 20)))
-        for pid in run.ranks() if not mounted else ():      # who may mount nothing: files have a largest size
+        for pid in run.pids if not mounted else ():      # who may mount nothing: files have a largest size
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         code, said = run.wait()
         assert code != 0 and "same command again" in said, said
@@ -113,7 +113,7 @@ def test_disk_full(data, whole, tmp_path):
         assert verify(first) == []
         if mounted:
             (disk / "filler").unlink()
-        code, said = Run(data, disk / "out", *SKIP, said=tmp_path / "second.txt").wait()
+        code, said = Run(data, disk / "out", *SKIP).wait()
         assert code == 0 and same_end(disk / "out", whole), said
     finally:
         if mounted:
@@ -144,7 +144,7 @@ def test_nan_on_one_rank(tmp_path):
 def test_a_rank_that_dies_is_named(data, tmp_path):
     run = Run(data, tmp_path / "out", *SKIP, "--max_steps=100000")
     run.until_step(3)
-    dead = run.ranks()[1]
+    dead = run.pids[1]
     os.kill(dead, signal.SIGKILL)
     began = time.time()
     code, said = run.wait(100)
@@ -153,12 +153,20 @@ def test_a_rank_that_dies_is_named(data, tmp_path):
     assert "the same command continues" in said
 
 
+def test_a_killed_worker_is_started_again_and_the_end_is_the_same(data, whole, tmp_path):
+    run = Launched(data, tmp_path / "out", *SKIP, "--timeout=5", launcher=[*TORCHRUN, "--max-restarts=1"])
+    assert run.until(lambda: steps_of(tmp_path / "out" / "pretrain", "full") and len(run.pids) == 2), run.text()
+    os.kill(run.pids[1], signal.SIGKILL)
+    code, said = run.wait()
+    assert code == 0 and "continuing from" in said and same_end(tmp_path / "out", whole), said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["stopped rank", "torchrun"])
 def test_a_rank_that_hangs_is_named_and_nobody_outlives_torchrun(data, tmp_path, who):
-    run = Run(data, tmp_path / "out", *SKIP, "--max_steps=100000", "--timeout=5")
+    run = Launched(data, tmp_path / "out", *SKIP, "--max_steps=100000", "--timeout=5")
     run.until_step(3)
-    first, second = run.ranks()
+    first, second = run.pids
     stopped = who == "stopped rank"
     os.kill(second if stopped else run.process.pid, signal.SIGSTOP if stopped else signal.SIGKILL)
     deadline = time.time() + 60
@@ -177,8 +185,10 @@ def test_ranks_that_see_different_folders_are_refused_by_name(data, tmp_path):
     """A relative out_dir, and another current folder on each rank: as with a local disk on each machine."""
     for rank in range(2):
         (tmp_path / f"rank{rank}").mkdir()
-    words = ["--no-python", "bash", "-c", f'cd {tmp_path}/rank$RANK && exec {sys.executable} {ROOT}/train.py "$@"', "_"]
-    code, said = Run(data, tmp_path / "out", "--out_dir=here", words=words).wait()
+    file = tmp_path / "elsewhere.py"
+    file.write_text(f"import os, runpy\nos.chdir('{tmp_path}/rank' + os.environ['RANK'])\n"
+                    f"runpy.run_path('{ROOT}/train.py', run_name='__main__')")
+    code, said = Run(data, tmp_path / "out", "--out_dir=here", words=[file]).wait()
     assert code != 0 and "rank 1 on" in said and "does not see" in said and "here/pretrain" in said, said
     assert not list(tmp_path.glob("rank*/here/pretrain/full_*"))
 

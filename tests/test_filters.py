@@ -130,9 +130,9 @@ def test_d22_plain_text_is_not_extracted():
     ("<table>" * 3000 + "cell", "cell"), ("\0" * 1000, ""), ("", ""),
 ], ids=["svg", "nested", "script", "title", "attribute", "lt", "amp", "tables", "nul", "nothing"])
 def test_d24_hostile_markup_takes_no_time(html, expected):
-    start = time.perf_counter()
+    start = time.process_time()
     reason, item = run(*CLEAN, body=html.encode())
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert expected in item["text"] if expected else reason == "empty" or "<" in item["text"]
 
 
@@ -161,9 +161,9 @@ def test_whitespace():
         "a b c\td\n    indented code\n\nend here"
     assert normalise("\tx:\n\t\ty  z") == "\tx:\n\t\ty z"
     assert normalise(" \n \n\t") == ""
-    start = time.perf_counter()
+    start = time.process_time()
     normalise(" " * 1_000_000 + "x" + "\n" * 1_000_000 + "\t " * 500_000)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_normalising_twice_changes_nothing():

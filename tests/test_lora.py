@@ -1,8 +1,6 @@
 """techniques/lora.py: nothing changes before the first step, what is frozen never does, and merging is exact and leaves no trace."""
 import copy
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +11,8 @@ from configurator import configure
 from engine import hf
 from engine.generate import generate
 from engine.monitor import read_log
-from small import ROOT, byte_tokenizer, small_llama
+from programs import Program
+from small import byte_tokenizer, small_llama
 from techniques import lora
 from test_sft import uneven, write_lines
 
@@ -182,10 +181,8 @@ def test_tuning_with_it(base):
 
 def test_two_processes_do_as_one(base):
     one = tune(base, "one", "--max_steps=3")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--rdzv_backend=c10d",
-               "--rdzv_endpoint=localhost:0", "sft.py", *arguments(base, "two", "--max_steps=3")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    code, said = Program("sft.py", *arguments(base, "two", "--max_steps=3"), processes=2).wait()
+    assert code == 0, said
     for a, b in zip(read_log(one), read_log(base / "two" / "sft")):
         if "loss" in a:
             assert a["loss"] == pytest.approx(b["loss"], abs=1e-5) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)

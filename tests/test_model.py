@@ -1,14 +1,12 @@
 """The model against transformers' Llama with the same weights, its shapes, its initialisation."""
 import hashlib
 import math
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from programs import Program
 from small import ALONE, ROOT, config_shape
 from engine.flash import attend_on_cpu
 from engine.hf import mismatches
@@ -362,11 +360,10 @@ def test_the_first_weights_are_the_same_bits_however_they_are_sharded(tmp_path):
     (tmp_path / "draw.py").write_text(DRAWN.format(root=str(ROOT)))
     said = {}
     for processes in (1, 2, 3):
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--rdzv_backend=c10d",
-                   "--rdzv_endpoint=localhost:0", str(tmp_path / "draw.py")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0, done.stderr
-        said[processes] = [line.split() for line in done.stdout.splitlines() if "weight" in line]
+        alone = dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0") if processes == 1 else {}
+        code, told = Program(tmp_path / "draw.py", processes=processes, **alone).wait()
+        assert code == 0, told
+        said[processes] = [line.split() for line in told.splitlines() if "weight" in line]
     model = Llama(ModelConfig(vocab_size=211, n_layer=2, n_head=5, n_kv_head=5, n_embd=70, n_inner=94, block_size=64)).init_weights(7)
     wanted = {name: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for name, p in model.named_parameters()}
     for processes, lines in said.items():

@@ -1,10 +1,9 @@
 """The log of a run: whole lines, attempts, what is told to whom."""
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 from engine.monitor import Monitor, read_log
+from programs import run
 from small import ALONE, ROOT
 
 
@@ -66,7 +65,7 @@ for step in range(1000):
 
 
 def test_a_full_disk_is_one_sentence(tmp_path):
-    script = FULL_DISK.format(root=str(ROOT), folder=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    (tmp_path / "full.py").write_text(FULL_DISK.format(root=str(ROOT), folder=str(tmp_path)))
+    done = run(tmp_path / "full.py")
     assert done.returncode == 2 and "cannot write" in done.stderr and "the same command again" in done.stderr
     assert len(read_log(tmp_path)) > 5

@@ -1,7 +1,4 @@
 """A run that is out of memory says what grew, what the plan says of it, and what helps."""
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -10,21 +7,22 @@ from configurator import configure
 from engine.loss import scores
 from engine.memory import Explained, asked_for
 from engine.optim import optimizers_of
-from small import ALONE, ROOT, shape
+from programs import run
+from small import ALONE, shape
 from test_train import make_data
 
 
 def test_a_real_one_on_a_cpu(tmp_path):
     """The system gives a process no more than 0.8 GB beyond what it has after its imports; one score matrix has 0.5."""
     data = make_data(tmp_path)
-    code = ("import resource, sys; sys.path.insert(0, '.')\n"
-            "import train, torch._dynamo\nfrom configurator import configure\n"
-            "now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
-            "resource.setrlimit(resource.RLIMIT_AS, (now + 800_000_000,) * 2)\n"
-            "train.main(configure(vars(train), sys.argv[1:]))")
+    (tmp_path / "limited.py").write_text(
+        "import resource, sys, train, torch._dynamo\nfrom configurator import configure\n"
+        "now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (now + 800_000_000,) * 2)\n"
+        "train.main(configure(vars(train), sys.argv[1:]))")
     words = ("--n_layer=2 --n_head=4 --n_kv_head=4 --n_embd=32 --n_inner=64 --block_size=256 --attention=fp32 --micro_batch_size=512 "
              f"--batch_tokens=131072 --max_steps=2 --compile=False --threads=1 --dtype=fp32 --device=cpu --data_dir={data} --out_dir={tmp_path}/o")
-    done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = run(tmp_path / "limited.py", *words.split())
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     for word in ("out of memory on rank 0", "another 0.50 GiB", "What grew: activations", "The plan's line for it",
                  "2 layers x 131,072 tokens", "recompute=selective", "--plan=1"):

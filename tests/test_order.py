@@ -3,9 +3,6 @@ import json
 import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -14,22 +11,10 @@ from engine.loader import open_mixture
 from engine.manifest import steps_of
 from engine.monitor import read_log
 from engine.samples import order_problems, path_of, read_samples
-from small import ROOT
+from programs import Program
 from test_train import SHAPE, make_data, train
 
 STEPS, PER_STEP = 40, 12
-
-
-def start(out, settings, world):
-    """The processes of one run, joined as torchrun would."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                   "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    words = [sys.executable, str(ROOT / "train.py"), f"--out_dir={out}", *SHAPE, *settings]
-    return [subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)]
 
 
 def last_step(path):
@@ -39,15 +24,14 @@ def last_step(path):
 
 def killed(out, settings, world, target, rng):
     """Runs until rank 0 has logged step `target`, then kill -9 to all, one after the other; -> the step it had come to."""
-    path, before = path_of(out / "pretrain", 0), time.time()
+    path = path_of(out / "pretrain", 0)
     size = path.stat().st_size if path.exists() else 0
-    processes = start(out, settings, world)
-    while not (path.exists() and path.stat().st_size > size and last_step(path) >= target):
-        assert time.time() < before + 200 and all(p.poll() is None for p in processes), [p.communicate()[0] for p in processes]
-        time.sleep(0.002)
-    for process in rng.sample(processes, world):
-        process.send_signal(signal.SIGKILL)
-    assert all(process.wait() == -signal.SIGKILL for process in processes), "it had ended before it was killed"
+    program = Program("train.py", f"--out_dir={out}", *SHAPE, *settings, processes=world)
+    assert program.until(lambda: path.exists() and path.stat().st_size > size and last_step(path) >= target), program.text()
+    for pid in rng.sample(program.pids, world):
+        os.kill(pid, signal.SIGKILL)
+    program.kill()
+    assert all(rank.exitcode == -signal.SIGKILL for rank in program.ranks), "it had ended before it was killed"
     return last_step(path)
 
 
@@ -92,5 +76,5 @@ def test_kills_and_other_numbers_of_processes_leave_the_stream_whole(tmp_path):
     line = json.loads(text[-3])
     path.write_text("".join([*text[:-3], json.dumps({**line, "blocks": line["blocks"][::-1]}) + "\n", *text[-2:]]))
     assert f"number {line['step']} is the first wrong one" in order_problems(run)[0]
-    doctor = subprocess.run([sys.executable, "doctor.py", f"--order={run}"], cwd=ROOT, capture_output=True, text=True)
-    assert doctor.returncode == 1 and f"number {line['step']} is the first wrong one" in doctor.stdout + doctor.stderr
+    code, said = Program("doctor.py", f"--order={run}").wait()
+    assert code == 1 and f"number {line['step']} is the first wrong one" in said

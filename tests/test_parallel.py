@@ -1,8 +1,5 @@
 """Several processes as one: losses, gradients, weights and checkpoints of every layout against those of one process."""
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,7 +15,8 @@ from engine.parallel import divide
 from engine.samples import order_problems
 from layouts import LAYOUTS, OFTEN, config_of
 from model import Llama, ModelConfig
-from small import ALONE, ROOT
+from programs import Program
+from small import ALONE
 from test_resume import kill_all_after
 from test_train import launch, losses, make_data, same, weights
 
@@ -26,11 +24,8 @@ OF_LAYOUTS = ("parallel", "zero", "hsdp", "tp", "pp", "cpu_offload")
 
 
 def run_layouts(processes, *words):
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port=0",
-                           "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", str(ROOT / "tests/layouts.py"), *map(str, words)],
-                          capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    code, said = Program("tests/layouts.py", *words, processes=processes).wait(600)
+    assert code == 0, said
 
 
 def results(folder, name, processes):
@@ -64,7 +59,7 @@ def stepped(tmp_path_factory):
 
 @pytest.mark.parametrize("processes", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_parallel_equals_serial(stepped, processes):
-    """Over 5 steps of 6 to 2 micro-batches, with masked targets, blocks computed anew, and clipping to a tenth of the norm."""
+    """Over 3 steps of 6 to 2 micro-batches, with masked targets, blocks computed anew, and clipping to a tenth of the norm."""
     names = [name for name, (count, _) in LAYOUTS.items() if count == processes and "overflow" not in name]
     for name in names:
         wanted, found = serial(LAYOUTS[name][1]), results(stepped(processes), name, processes)
@@ -93,8 +88,8 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(stepped):
     for name in ("ddp overflow", "zero3 overflow", "pp2 overflow"):
         one, two = results(stepped(2), name, 2)
         for part in (one, two):
-            assert [math.isfinite(norm) for norm in part["norms"]] == [True, True, False, True, True], name
-            assert part["moved"] == [True, True, False, True, True] and part["scale"] == 32768, name
+            assert [math.isfinite(norm) for norm in part["norms"]] == [True, True, False, True], name
+            assert part["moved"] == [True, True, False, True] and part["scale"] == 32768, name
             assert all(math.isfinite(loss) for loss in part["losses"])
             assert part["losses"][:3] == pytest.approx(serial({})["losses"][:3], abs=1e-2)
         assert one["losses"] == two["losses"]

@@ -17,6 +17,7 @@ from engine import fake, plan
 from engine.memory import COMPONENTS, GIB, STATES, arithmetic
 from engine.parallel import divide
 from model import ModelConfig
+from programs import run
 from small import ROOT
 
 ENDS = SimpleNamespace(bos_id=256, eos_id=257)
@@ -68,7 +69,7 @@ def test_running_and_arithmetic_find_the_same_memory(name):
     assert size == pytest.approx(sum(counted.values()), rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["zero1", "full", "pp2"])
+@pytest.mark.parametrize("name", ["zero1", "full", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_few_layers_tell_of_many(name):
     config, shape, layout, _ = laid_out(name, "--n_layer=10" if name == "pp2" else "--n_layer=6")
     whole, few = (plan.at_the_peak(config, shape, layout, step, by) for by in (fake.measure, fake.measure_deep))
@@ -110,9 +111,7 @@ def test_what_travels_is_what_the_step_sends(name):
 
 def test_two_processes_hold_what_was_planned():
     """tests/held.py: real tensors of a real step, on gloo."""
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0",
-                           "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "tests/held.py"], capture_output=True, text=True,
-                          cwd=ROOT, timeout=300)
+    done = run("tests/held.py", processes=2)
     assert done.returncode == 0, done.stderr
     for name, words in held.WAYS.items():
         real = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", re.search(f"^{name} .*", done.stdout, re.MULTILINE)[0])}
@@ -196,16 +195,15 @@ def test_what_does_not_fit_is_told_what_does(capsys):
 
 
 def test_what_can_not_be_planned_is_refused(tmp_path):
-    done = subprocess.run([sys.executable, "train.py", "--plan=8", f"--data_dir={tmp_path}", "--n_head=7", "--plan_gpu=X"],
-                          capture_output=True, text=True, cwd=ROOT)
+    done = run("train.py", "--plan=8", f"--data_dir={tmp_path}", "--n_head=7", "--plan_gpu=X")
     assert done.returncode == 2 and "--vocab_size" in done.stderr
-    done = subprocess.run([sys.executable, "train.py", "--plan=8", f"--data_dir={tmp_path}", "--vocab_size=300", "--plan_gpu=X",
-                           "--plan_disk=0", "--parallel=fsdp", "--tp=5"], capture_output=True, text=True, cwd=ROOT)
+    done = run("train.py", "--plan=8", f"--data_dir={tmp_path}", "--vocab_size=300", "--plan_gpu=X", "--plan_disk=0",
+               "--parallel=fsdp", "--tp=5")
     assert done.returncode == 2 and all(word in done.stderr for word in ("plan_gpu", "plan_disk", "tp"))
     assert "Traceback" not in done.stderr
 
 
-def test_a_torch_whose_private_parts_have_moved(monkeypatch, capsys):
+def test_a_torch_whose_private_parts_have_moved(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
     config, shape, layout, _ = laid_out("zero3")
     try:
@@ -217,5 +215,5 @@ def test_a_torch_whose_private_parts_have_moved(monkeypatch, capsys):
         importlib.reload(fake)
     said = capsys.readouterr().err
     assert end.value.code == 2 and "fake_pg" in said and "engine/fake.py" in said and torch.__version__ in said
-    loaded = subprocess.run([sys.executable, "-c", "import sys, train; sys.exit('engine.fake' in sys.modules)"], cwd=ROOT)
-    assert loaded.returncode == 0                                    # training does not need them
+    (tmp_path / "loaded.py").write_text("import sys, train; print('train' in sys.modules, 'engine.fake' in sys.modules)")
+    assert run(tmp_path / "loaded.py").stdout == "True False\n"       # training does not need them

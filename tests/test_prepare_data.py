@@ -1,6 +1,5 @@
 """prepare_data.py as a whole: formats in, documents and shards out; reruns, kills, changed inputs, clear errors."""
 
-import gzip
 import json
 import os
 import random

@@ -14,6 +14,7 @@ import pytest
 from archives import html, members, prose, response
 from prepare import workers
 from prepare.progress import Progress
+from programs import run
 from small import ROOT, byte_tokenizer
 from test_prepare_data import NAMES, documents, many, results
 
@@ -66,7 +67,7 @@ def archive(path, names, extra=None):
 def test_pages_that_kill_or_hold_a_process_are_left_out_and_named_and_the_rest_is_as_without_them(tmp_path, start):
     archive(tmp_path / "in" / "a.warc.gz", NAMES[:6], {"cedar": "POISON", "elder": "HANG", "fir": "ONCE"})
     archive(tmp_path / "in" / "b.warc.gz", NAMES[6:])
-    done = start(tmp_path / "d", "--workers=2", PATIENCE="8")
+    done = start(tmp_path / "d", "--workers=2", PATIENCE="4")
     said = done.communicate(timeout=120)[0]
     assert done.returncode == 0, said
     assert "page 2, http://a.example/cedar of a.warc.gz" in said and "page 4, http://a.example/elder of a.warc.gz" in said
@@ -126,12 +127,6 @@ def test_an_error_in_a_worker_is_the_runs_error(tmp_path, monkeypatch):
     assert "minhash_bands" in str(error.value) or "clean_file" in "".join(error.value.__notes__)
 
 
-def launch(ranks, folder, inputs, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--rdzv_backend=c10d",
-               "--rdzv_endpoint=localhost:0", "prepare_data.py", f"--data_dir={folder}", f"--inputs={inputs}", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_machines_that_share_a_folder_give_the_bytes_of_one_process(tmp_path, ranks):
     (tmp_path / "in").mkdir()
@@ -141,15 +136,16 @@ def test_machines_that_share_a_folder_give_the_bytes_of_one_process(tmp_path, ra
     options = ("--paragraph_min_chars=40", "--val_fraction=0.3", "--shard_tokens=5000")
     for folder in ("one", "many", "bad"):
         byte_tokenizer().save(tmp_path / folder / "tokenizer")
-    done = launch(ranks, tmp_path / "many", tmp_path / "in", *options)
+    launch = lambda ranks, folder, inputs: run("prepare_data.py", f"--data_dir={tmp_path / folder}", f"--inputs={tmp_path / inputs}",
+                                               *options, processes=ranks)
+    done = launch(ranks, "many", "in")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tokens/train") == 1 and "10 cleaned, 0 cleaned before" in done.stdout
-    command = [sys.executable, "prepare_data.py", f"--data_dir={tmp_path / 'one'}", f"--inputs={tmp_path / 'in'}", *options]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert launch(1, "one", "in").returncode == 0
     assert results(tmp_path / "many") == results(tmp_path / "one")
     assert len({document["url"] for document in documents(tmp_path / "one")}) == len(documents(tmp_path / "one")) == 21
     if ranks == 2:
-        assert launch(2, tmp_path / "bad", tmp_path / "none", *options).returncode != 0
+        assert launch(2, "bad", "none").returncode != 0
 
 
 def test_progress_tells_speed_share_and_time_left(capsys, monkeypatch):

@@ -1,7 +1,6 @@
 """The files of preferences: each form and each mistake, and the collections that are read as they are published."""
 import json
 
-import pytest
 
 from engine.rankings import read_preferences
 from test_chat import ANSWER, USER, lines, refused

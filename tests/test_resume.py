@@ -1,12 +1,8 @@
 """Runs that are continued: on one process and on two, elsewhere, from light checkpoints; and what a run's folder records."""
 import json
 import os
-import signal
-import subprocess
-import time
 
 import pytest
-import torch
 
 import train as script
 from configurator import configure, git_commit
@@ -15,23 +11,17 @@ from engine.manifest import verify
 from engine.monitor import read_lines, read_log
 from engine.optim import adamw, clip, lr_at, set_lr, warmup_length
 from engine.shards import TokenData, n_blocks, step_blocks
-from small import ALONE, ROOT, byte_tokenizer
+from programs import Program
+from small import ALONE, byte_tokenizer
 from test_train import SHAPE, command, data, launch, losses, same, train, weights     # noqa: F401 (data is a fixture)
 
 
 def kill_all_after(data, out, step, *extra, processes):
-    """Starts a run and sends kill -9 to its launcher and all its processes once its log has `step`; -> the last one it
-    has."""
-    process = subprocess.Popen(command(data, out, *extra, processes=processes), stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    """Starts a run and sends kill -9 to all its processes once its log has `step`; -> the last one it has."""
+    program = Program(*command(data, out, *extra), processes=processes)
     last = lambda: max((record["step"] for record in read_lines(out / "pretrain" / "log.jsonl")), default=0)
-    deadline = time.time() + 200
-    while time.time() < deadline and process.poll() is None and last() < step:
-        time.sleep(0.01)
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
-    for pid in (process.pid, *map(int, children)):
-        os.kill(pid, signal.SIGKILL)
-    process.wait()
+    program.until(lambda: last() >= step)
+    program.kill()
     return last()
 
 

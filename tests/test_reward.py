@@ -7,8 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,7 +18,8 @@ from engine import checkpoint, hf, rankings, rl
 from engine.monitor import read_log
 from model import ScalarModel
 from planted import passes, plant
-from small import ALONE, ROOT
+from programs import Program
+from small import ALONE
 
 
 @pytest.fixture(scope="module")
@@ -409,11 +408,8 @@ def test_two_processes_learn_what_one_does(world, tmp_path):
                  f"--init_from={world}/out/sft", "--batch_size=8", "--micro_batch_size=3", "--sft_samples=8", "--max_new_tokens=12",
                  "--along_until=0.7"]
     reward.main(config_of(world, tmp_path / "one", "--learning_rate=1e-3", "--along_until=0.7"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*torchrun, str(ROOT / "reward.py"), *arguments, f"--out_dir={tmp_path}/two",
-                           "--learning_rate=1e-3"], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
+    code, said = Program("reward.py", *arguments, f"--out_dir={tmp_path}/two", "--learning_rate=1e-3", processes=2).wait()
+    assert code == 0, said
     start, _ = hf.load_model(world / "out" / "sft", kind="scalar")
     one, two = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
     moved = (one - torch.cat([p.detach().flatten() for p in start.parameters()])).abs().max()

@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -28,6 +27,7 @@ from engine.loss import logprobs
 from engine.monitor import read_log
 from engine.tokenizer import Tokenizer
 from model import ScalarModel
+from programs import Program
 from small import ALONE, ROOT
 
 
@@ -571,10 +571,8 @@ def test_two_processes_hold_the_same_parameters(world, tmp_path):
     arguments = [f"--data_dir={world}/data", f"--out_dir={tmp_path}/out", f"--policy_from={world}/sft",
                  f"--reward_from={world}/reward", "--episodes=8", "--micro_batch_size=3", "--updates=2",
                  "--eval_prompts=8", "--max_new_tokens=8", "--learning_rate=1e-3", "--minibatches=1"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*torchrun, str(script), *arguments], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
+    code, said = Program(script, *arguments, processes=2).wait()
+    assert code == 0, said
     ranks = [[line.split() for line in (tmp_path / f"rank{rank}").read_text().splitlines()] for rank in range(2)]
     assert len(ranks[0]) == len(ranks[1]) == 2
     for (parameters, prompts, kl), (other_parameters, other_prompts, other_kl) in zip(*ranks):
@@ -615,20 +613,16 @@ def test_an_honest_run_passes_the_self_check(dtype, world, tmp_path, capsys, mon
 def test_killed_and_started_again_is_the_same(world, tmp_path):
     """kill -9 at any moment after the first checkpoint; the second call ends where an undisturbed one does."""
     def command(out):
-        return [sys.executable, str(ROOT / "rlhf.py"), "--device=cpu", "--threads=1", f"--data_dir={world}/data",
+        return ["rlhf.py", "--device=cpu", "--threads=1", f"--data_dir={world}/data",
                 f"--policy_from={world}/sft", f"--reward_from={world}/reward", "--episodes=8", "--updates=12",
                 "--save_full=1", "--eval_prompts=8", "--max_new_tokens=12", f"--out_dir={out}"]
-    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    subprocess.run(command(tmp_path / "straight"), check=True, timeout=120, **quiet)
-    child = subprocess.Popen(command(tmp_path / "killed"), **quiet)
-    deadline = time.time() + 60
-    while not checkpoint.newest(tmp_path / "killed" / "ppo", "full") and time.time() < deadline:
-        time.sleep(0.01)
+    assert Program(*command(tmp_path / "straight")).wait()[0] == 0
+    program = Program(*command(tmp_path / "killed"))
+    assert program.until(lambda: checkpoint.newest(tmp_path / "killed" / "ppo", "full")), program.text()
     time.sleep(random.random())
-    child.kill()
-    child.wait()
+    program.kill()
     assert not (tmp_path / "killed" / "ppo" / "result.json").exists()
-    subprocess.run(command(tmp_path / "killed"), check=True, timeout=120, **quiet)
+    assert Program(*command(tmp_path / "killed")).wait()[0] == 0
     policies = [flat(hf.load_model(tmp_path / name / "ppo")[0]) for name in ("straight", "killed")]
     assert torch.equal(*policies)
 

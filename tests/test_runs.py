@@ -43,7 +43,7 @@ def main(config):
     if Path("slow").exists() and "{name}" == Path("slow").read_text():
         print("slow", flush=True)
         time.sleep(60)
-    while time.process_time() < 0.2:
+    while time.process_time() < 0.05:
         pass
     done.parent.mkdir(parents=True, exist_ok=True)
     done.write_text("")
@@ -90,7 +90,7 @@ def test_every_stage_runs_once_and_is_timed_once(repo):
     # prepare_data's second call finds the stand-in done, and the report is not a stage
     assert [line["stage"] for line in times] == [
         "documents", "tokenizer", "chat data", "pretrain", "sft", "reward", "ppo", "evaluate"]
-    assert all(line["wall_seconds"] >= line["cpu_seconds"] * 0.9 and line["cpu_seconds"] >= 0.2 for line in times)
+    assert all(line["wall_seconds"] >= line["cpu_seconds"] * 0.9 and line["cpu_seconds"] >= 0.05 for line in times)
     assert "python sample.py config/demo.py" in first.stdout
     second = call(repo)
     assert second.returncode == 0 and second.stdout.count("already done") == 10 and recorded(repo) == times

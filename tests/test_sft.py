@@ -2,12 +2,8 @@
 import copy
 import json
 import math
-import os
 import random
 import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -22,7 +18,8 @@ from engine.manifest import newest
 from engine.monitor import read_log
 from engine.parallel import Setup
 from engine.shards import steps_by_length
-from small import ALONE, ROOT, byte_tokenizer, small_llama
+from programs import Program
+from small import ALONE, byte_tokenizer, small_llama
 from test_packing import shards
 
 END = "<|end|>"
@@ -373,21 +370,17 @@ def test_one_and_two_processes_give_the_same_losses(world):
         entry["messages"][0]["content"], (said := entry["messages"][1]["content"]),
         weight=rng.choice([1, 0.25, [[0, len(said), 3.5]]])) for entry in uneven(50)])
     one = read_log(world("one", "--batch_size=7", "--max_steps=8"))
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--rdzv_backend=c10d",
-             "--rdzv_endpoint=localhost:0", str(ROOT / "sft.py"), f"--data_dir={folder / 'data'}",
-             f"--out_dir={folder / 'two'}", f"--init_from={folder / 'base'}", "--batch_size=7", "--max_steps=8",
-             "--batching=packed", "--micro_tokens=60", "--threads=1", "--device=cpu", "--dtype=fp32", "--log_every=1", "--window=2"]
+    words = ["sft.py", f"--data_dir={folder / 'data'}", f"--out_dir={folder / 'two'}", f"--init_from={folder / 'base'}",
+             "--batch_size=7", "--max_steps=8", "--batching=packed", "--micro_tokens=60", "--threads=1", "--device=cpu",
+             "--dtype=fp32", "--log_every=1", "--window=2"]
     def launched(number=None):
         """What was said; the signal comes as soon as the run has its folder, and waits for the end of a step."""
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-                                   env={**os.environ, "OMP_NUM_THREADS": "1"})
-        deadline = time.time() + 100
-        while number and not (folder / "two" / "sft" / "config.json").exists() and time.time() < deadline:
-            time.sleep(0.01)
+        program = Program(*words, processes=2)
         if number:
-            process.send_signal(number)
-        said, _ = process.communicate(timeout=300)
-        assert (process.returncode == 0) == (number is None), said
+            program.until((folder / "two" / "sft" / "config.json").exists)
+            program.send(number)
+        code, said = program.wait()
+        assert (code == 0) == (number is None), said
         return said
     said = launched(signal.SIGTERM)
     found = newest(folder / "two" / "sft", "full")

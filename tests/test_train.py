@@ -6,9 +6,6 @@ import json
 import math
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,6 +21,7 @@ from engine import hf
 from engine.manifest import newest, verify
 from engine.monitor import read_log
 from engine.shards import ShardWriter, TokenData, batch, n_blocks, write_index
+from programs import Program, run
 from small import ALONE, ROOT, byte_tokenizer, small_llama
 
 SHAPE = ("--n_layer=2 --n_head=2 --n_kv_head=2 --n_embd=32 --n_inner=64 --block_size=32 --batch_tokens=256 --micro_batch_size=2 "
@@ -51,18 +49,15 @@ def data(tmp_path_factory):
     return make_data(tmp_path_factory.mktemp("data"))
 
 
-def command(data, out, *extra, processes=1, file=ROOT / "train.py"):
-    launcher = [sys.executable] if processes == 1 else [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}",
-                                                          "--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
-    return [*launcher, str(file), f"--data_dir={data}", f"--out_dir={out}", *SHAPE, *extra]
+def command(data, out, *extra, file=ROOT / "train.py"):
+    return [str(file), f"--data_dir={data}", f"--out_dir={out}", *SHAPE, *extra]
 
 
-def launch(*words, code=0, **kw):
+def launch(*words, code=0, processes=1, **more):
     """train.py in processes of its own; -> what it printed."""
-    done = subprocess.run(command(*words, **kw), capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    ended, said = Program(*command(*words, **more), processes=processes).wait()
+    assert ended == code, said
+    return said
 
 
 def train(data, out, *extra, code=0):
@@ -91,14 +86,9 @@ def same(a, b):
 
 def kill_after(data, out, step, *extra):
     """Starts a run and sends kill -9 once its log says that `step` is done; -> the last step that it logged."""
-    process = subprocess.Popen(command(data, out, *extra), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
-    log, deadline = out / "pretrain" / "log.jsonl", time.time() + 200
-    while time.time() < deadline and process.poll() is None:
-        if log.exists() and log.read_bytes().count(b"\n") >= step:
-            break
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    program, log = Program(*command(data, out, *extra)), out / "pretrain" / "log.jsonl"
+    program.until(lambda: log.exists() and log.read_bytes().count(b"\n") >= step)
+    program.kill()
     return log.read_bytes().count(b"\n")
 
 
@@ -217,23 +207,20 @@ def refused(data, out, *extra, **kw):
 
 
 def test_no_data_names_the_commands(tmp_path):
-    done = subprocess.run([sys.executable, "train.py", "config/llama2_7b.py", f"--data_dir={tmp_path}/none", f"--out_dir={tmp_path}/out"],
-                          capture_output=True, text=True, cwd=ROOT)
+    done = run("train.py", "config/llama2_7b.py", f"--data_dir={tmp_path}/none", f"--out_dir={tmp_path}/out")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "python prepare_data.py config/llama2_7b.py" in done.stderr and "python train_tokenizer.py config/llama2_7b.py" in done.stderr
 
 
-@pytest.mark.slow
-def test_no_data_under_torchrun(tmp_path):
-    words = command(tmp_path / "none", tmp_path / "out", processes=2)
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+def test_no_data_on_two_processes(tmp_path):
+    done = run(*command(tmp_path / "none", tmp_path / "out"), processes=2)
     assert done.returncode != 0 and done.stderr.count("no tokenizer") == 1        # one rank says it
     assert "python prepare_data.py" in done.stderr
 
 
-def test_a_folder_that_only_rank_0_finds_taken_is_one_sentence_under_torchrun(data, tmp_path):
+def test_a_folder_that_only_rank_0_finds_taken_is_one_sentence(data, tmp_path):
     (tmp_path / "taken").write_text("a file")
-    done = subprocess.run(command(data, tmp_path / "taken", processes=2), capture_output=True, text=True, cwd=ROOT)
+    done = run(*command(data, tmp_path / "taken"), processes=2)
     assert done.returncode != 0 and "cannot write into" in done.stderr and "RuntimeError" not in done.stderr
 
 
@@ -285,15 +272,12 @@ def test_other_data_does_not_continue_a_run(tmp_path):
 
 
 def test_a_folder_is_for_one_run_at_a_time(data, tmp_path):
-    process = subprocess.Popen(command(data, tmp_path / "out", "--max_steps=100000"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+    program = Program(*command(data, tmp_path / "out", "--max_steps=100000"))
     try:
-        log, deadline = tmp_path / "out" / "pretrain" / "log.jsonl", time.time() + 60
-        while not log.exists() and time.time() < deadline:
-            time.sleep(0.05)
-        assert "in use by process" in refused(data, tmp_path / "out", "--max_steps=100000")
+        assert program.until((tmp_path / "out" / "pretrain" / "log.jsonl").exists), program.text()
+        assert f"in use by process {program.pids[0]}" in refused(data, tmp_path / "out", "--max_steps=100000")
     finally:
-        process.kill()
-        process.wait()
+        program.kill()
 
 
 def test_init_from_keeps_every_weight(data, tmp_path):

@@ -70,13 +70,13 @@ def test_d17_all_frames_of_a_zstd_file_are_read(tmp_path, gap):
 
 def test_d3_a_cut_off_gzip_keeps_what_stands_before_the_cut_and_is_marked(tmp_path):
     data = members(three(response(b"<p>" + bytes(range(32, 127)) * 3000, "http://a.example/2")))
-    start = time.perf_counter()
+    start = time.process_time()
     for cut in range(2, len(data) - 1, 97):
         pages, losses = read_bytes(tmp_path, data[:cut], "x.warc.gz")
         assert urls(pages) == ["1", "2", "3"][:len(pages)]
         # A cut exactly between two members cannot be seen; none of these is one.
         assert losses["truncated"] == 1
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
 
 
 def test_a_cut_off_zstd_and_a_cut_off_plain_file_are_marked_too(tmp_path):
@@ -498,9 +498,9 @@ def test_d1_d2_d3_d7_d8_d9_real_archives(shared_data):
     pages, losses = read(folder / "example-bad-non-chunked.warc.gz")
     assert losses["records"] == 6 and not losses["truncated"] and b"Example Domain" in pages[0]["body"]
 
-    start = time.perf_counter()
+    start = time.process_time()
     pages, losses = read(folder / "clipped.warc.gz")
-    assert pages == [] and losses["truncated"] == 1 and time.perf_counter() - start < 20
+    assert pages == [] and losses["truncated"] == 1 and time.process_time() - start < 20
 
     (page,), losses = read(folder / "example.warc.gz")
     assert b"Example Domain" in page["body"] and losses["records"] == 6
@@ -543,6 +543,6 @@ def test_nothing_crashes_or_hangs_on_random_damage(tmp_path):
             else:
                 data[place:place] = data[max(0, place - 100):place]
             data = data or bytearray(b"\0")
-        start = time.perf_counter()
+        start = time.process_time()
         read_bytes(tmp_path, bytes(data), "x.warc.gz")
-        assert time.perf_counter() - start < 5, round_number
+        assert time.process_time() - start < 5, round_number
