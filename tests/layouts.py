@@ -38,7 +38,7 @@ LAYOUTS = {                                             # name: (processes, keys
     "zero3 other": (2, dict(FSDP, tie_embeddings=True, qk_norm=True, loss_chunk=7, z_loss=1e-3)),
     "ddp 3": (3, {}), "zero1 3": (3, dict(FSDP, zero=1)), "zero2 3": (3, dict(FSDP, zero=2)), "zero3 3": (3, FSDP),
     "pp3": (3, dict(pp=3)),
-    "hsdp2": (4, dict(FSDP, hsdp=2, micro_batch_size=1)), "zero3 tp2": (4, dict(FSDP, tp=2)), "ddp tp2": (4, dict(tp=2)),
+    "ddp 4": (4, dict(micro_batch_size=1)), "hsdp2": (4, dict(FSDP, hsdp=2, micro_batch_size=1)), "zero3 tp2": (4, dict(FSDP, tp=2)), "ddp tp2": (4, dict(tp=2)),
     "zero3 pp2": (4, dict(FSDP, pp=2)), "zero1 pp2": (4, dict(FSDP, pp=2, zero=1)),
     "dp2 tp2 pp2": (8, dict(FSDP, tp=2, pp=2)), "hsdp2 pp2 zero2": (8, dict(FSDP, pp=2, zero=2, hsdp=2, micro_batch_size=1)),
 }
@@ -110,6 +110,7 @@ def steps(config, setup, count=3, overflow=None):
         found["losses"].append(total[0].item())
         found["norms"].append(norm.item())
     found["scale"] = scaled.value
+    found["counted"] = sorted({int(state["step"]) for optimizer in optimizers for state in optimizer.state.values() if "step" in state})
     return found
 
 

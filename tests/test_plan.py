@@ -142,6 +142,18 @@ def test_llama2_7b_fits_eight_gpus_of_80_gb():
     assert (80e9 - plan.UNCOUNTED - size) / GIB == pytest.approx(left, abs=0.1) and left > 5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world, words, said", [
+    (8, "--recompute=selective", r'recompute="selective", micro_batch_size=2 +([\d.]+)'), (8, "--micro_batch_size=1", r"micro_batch_size=1 +([\d.]+)"),
+    (8, "--zero=2", r"zero=2 +([\d.]+)"), (8, "--zero=2 --micro_batch_size=1", r"with micro_batch_size=1, ([\d.]+)"),
+    (32, "--hsdp=4", r"hsdp=4, on four machines +([\d.]+)")])
+def test_the_alternatives_in_the_config_take_what_stands_beside_them(world, words, said):
+    config, shape = settings("config/llama2_7b.py", *words.split())
+    layout, problems = divide(config, shape, world)
+    typed = float(re.search(said, (ROOT / "config/llama2_7b.py").read_text())[1])
+    assert not problems and plan.at_the_peak(config, shape, layout, step, fake.measure_deep)[0] / GIB == pytest.approx(typed, abs=0.1)
+
+
 def test_64_gpus_print(monkeypatch, capsys):
     monkeypatch.setattr(plan, "measure", fake.measure_deep)          # the whole depth takes minutes: tests marked slow
     monkeypatch.setattr(plan, "neighbours", lambda *_: [])
