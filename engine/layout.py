@@ -55,9 +55,7 @@ def spread(model, setup, compiled=False):
         keep_stage(model, setup.stage, layout.pp)
     if layout.tp > 1:
         split_matrices(model, mesh["tp"])
-    if compiled and layout.tp > 1:      # a fifth of the gradient's norm was missing once, see README
-        setup.say("compile: not under tp, where compiled blocks have once had wrong gradients")
-    compile_blocks(model, setup, compiled and layout.tp == 1)
+    compile_blocks(model, setup, compiled)
     narrow = None if setup.dtype == torch.float32 else setup.dtype
     # Weights travel and multiply in bf16, gradients are summed in fp32. Inputs are not cast: RoPE's angles need fp32.
     settings = dict(mesh=mesh["replica", "shard"] if layout.replicas > 1 else mesh["shard"],
@@ -104,6 +102,9 @@ def split_matrices(model, mesh):
     if trunk.embed_tokens is not None:
         parallelize_module(trunk, mesh, {"embed_tokens": RowwiseParallel(input_layouts=Replicate(),
                                                                          output_layouts=by_token)})
+        # A copy waits for what the ranks have sent. A compiled block that gets it unwaited for (AsyncCollectiveTensor)
+        # gives no gradient back, in torch 2.13: the embedding would not be learned.
+        trunk.embed_tokens.register_forward_hook(lambda module, ids, found: found.clone())
     if model.lm_head is not None:
         parallelize_module(trunk, mesh, {"norm": SequenceParallel(use_local_output=True)})
         parallelize_module(trunk, mesh, PrepareModuleOutput(output_layouts=by_token, desired_output_layouts=Replicate()))
