@@ -96,7 +96,7 @@ def test_disk_full(data, whole, tmp_path):
     try:
         if mounted:         # on a disk that is too small from the start the run does not begin, and then on one that gets full
             code, said = Run(data, disk / "out", *SKIP, processes=1).wait()
-            assert code == 2 and "and 3 checkpoints of each kind (light 6,966,272, full 20,898,816 bytes) take 83,595,264 more" in said, said
+            assert code == 2 and "5 light checkpoint(s) of 6,966,272 and 4 full checkpoint(s) of 20,898,816" in said, said
             subprocess.run(["mount", "-o", "remount,size=300m", str(disk)], check=True)
         run = Run(data, disk / "out", *SKIP)
         assert run.until(lambda: steps_of(disk / "out" / "pretrain", "full"))

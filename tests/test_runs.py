@@ -90,7 +90,8 @@ def test_every_stage_runs_once_and_is_timed_once(repo):
     # prepare_data's second call finds the stand-in done, and the report is not a stage
     assert [line["stage"] for line in times] == [
         "documents", "tokenizer", "chat data", "pretrain", "sft", "reward", "ppo", "evaluate"]
-    assert all(line["wall_seconds"] >= line["cpu_seconds"] * 0.9 and line["cpu_seconds"] >= 0.05 for line in times)
+    # Of stand-ins that work for 0.05 seconds; rounded to hundredths.
+    assert all(line["wall_seconds"] + 0.02 >= line["cpu_seconds"] >= 0.04 for line in times), times
     assert "python sample.py config/demo.py" in first.stdout
     second = call(repo)
     assert second.returncode == 0 and second.stdout.count("already done") == 10 and recorded(repo) == times
