@@ -1,10 +1,11 @@
 """
 Who is still there, and who wants us to leave.
 
-Signals: SIGTERM and SIGUSR1, with which schedulers announce the end, are only noted (also while the main thread waits in
-a collective, where Python's handlers do not run: the number then comes through a pipe). The loop asks at the end of a step, all ranks together, saves and leaves with exit status 75: "try again" (EX_TEMPFAIL of sysexits.h). When the ranks
-do not come to the end of a step together in time, one may be dead, and a save would wait for it: all end with status 1
-and nothing is saved.
+Signals: SIGTERM and SIGUSR1, with which schedulers announce the end, are only noted (also while the main thread waits
+in a collective, where Python's handlers do not run: the number then comes through a pipe). The loop asks at the end of
+a step, all ranks together, saves and leaves with exit status 75: "try again" (EX_TEMPFAIL of sysexits.h). When the
+ranks do not come to the end of a step together in time, one may be dead, and a save would wait for it: all end with
+status 1 and nothing is saved.
 
 Signs of life: when a process dies, the others wait for it in a collective. gloo then names a port, NCCL nobody, and
 that after its own, long timeout. So each rank counts up a number in the store that torchrun keeps, once in a beat, and

@@ -25,8 +25,8 @@ def muon(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0
     values of a matrix's momentum equal before it steps: directions that a few large ones would drown are learned too.
     In short runs it needs about half the tokens; its five rounds of products cost the more the smaller the batch is."""
     matrices = [p for name, p in model.named_parameters() if ".layers." in name and p.dim() == 2]
-    first = (ShardedMuon if hasattr(matrices[0], "placements") else torch.optim.Muon)(matrices, lr=matrix_learning_rate, weight_decay=weight_decay,
-                             adjust_lr_fn="match_rms_adamw")
+    kind = ShardedMuon if hasattr(matrices[0], "placements") else torch.optim.Muon
+    first = kind(matrices, lr=matrix_learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
     first.param_groups[0]["share"] = matrix_learning_rate / learning_rate
     for p in matrices:
         p.requires_grad_(False)         # out of adamw's sight
