@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from configurator import configure
 from engine.manifest import folder_of, steps_of, verify
 from engine.monitor import read_lines
-from faults import Run, make_data, processes, stage
+from faults import Launched, make_data, processes, stage
 from test_faults import SKIP, same_end
 
 kills = 50                      # accidents
@@ -38,11 +38,11 @@ def strike(run, fault, rng):
     """Does it and waits until nobody is left."""
     if fault == "kill -9 of all":
         return run.kill()
-    pid = rng.choice(run.ranks() or [run.process.pid]) if fault == "kill -9 of a rank" else run.process.pid
+    pid = rng.choice(run.pids or [run.process.pid]) if fault == "kill -9 of a rank" else run.process.pid
     os.kill(pid, signal.SIGTERM if fault == "SIGTERM" else signal.SIGKILL)
     run.process.wait(120)
     deadline = time.time() + 60         # the ranks outlive torchrun for as long as it takes them to notice
-    while any(pid in processes() for pid in run.ranks()) and time.time() < deadline:
+    while any(pid in processes() for pid in run.pids) and time.time() < deadline:
         time.sleep(0.2)
     run.kill()
 
@@ -51,17 +51,17 @@ def main(config):
     rng, folder = random.Random(config.seed), Path(tempfile.mkdtemp())
     make_data(folder / "data", bad_steps=[13])
     whole, done, finished, equal = folder / "whole", 0, 0, 0
-    code, said = Run(folder / "data", whole, *KEYS).wait()
+    code, said = Launched(folder / "data", whole, *KEYS).wait()
     if code:
         raise SystemExit(said)
     while done < config.kills or finished == 0:
         out = folder / f"run{finished}"
-        run = Run(folder / "data", out, *KEYS)
+        run = Launched(folder / "data", out, *KEYS)
         moment = rng.uniform(0, config.longest)
         log = out / "pretrain" / "log.jsonl"
         before = len(read_lines(log))
-        if done < config.kills and run.until(lambda: len(read_lines(log)) > before and run.ranks()) and not run.until(
-                lambda: False, moment) and run.process.poll() is None:
+        if done < config.kills and run.until(lambda: len(read_lines(log)) > before and run.pids) and not run.until(
+                lambda: False, moment) and run.poll() is None:
             fault = rng.choices(list(FAULTS), FAULTS.values())[0]
             at, known = read_lines(log)[-1]["step"], set(steps_of(out / "pretrain", "full"))
             saving = stage(out, known)

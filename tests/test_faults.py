@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import pytest
@@ -261,3 +262,9 @@ def test_every_stage_of_a_save(data, whole, tmp_path):
     assert not wanted
     code, said = Run(data, out, *SKIP).wait()
     assert code == 0 and same_end(out, whole), said
+
+
+@pytest.mark.slow
+def test_the_soak_runs():
+    found = subprocess.run([sys.executable, str(ROOT / "bench/soak.py"), "--kills=2"], capture_output=True, text=True, timeout=580)
+    assert found.returncode == 0 and "2 accidents" in found.stdout, found.stdout + found.stderr
