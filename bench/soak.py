@@ -9,6 +9,7 @@ statistics of the gradient norms. An accident is, at a random moment: kill -9 of
 or SIGTERM. Says of each what it was and where it struck, and of each run that came to its end whether its weights and
 losses are those of the undisturbed one, bit for bit. Exit status 1 when they are not.
 """
+import contextlib
 import os
 import random
 import signal
@@ -39,7 +40,8 @@ def strike(run, fault, rng):
     if fault == "kill -9 of all":
         return run.kill()
     pid = rng.choice(run.pids or [run.process.pid]) if fault == "kill -9 of a rank" else run.process.pid
-    os.kill(pid, signal.SIGTERM if fault == "SIGTERM" else signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):       # it may just have come to its end
+        os.kill(pid, signal.SIGTERM if fault == "SIGTERM" else signal.SIGKILL)
     run.process.wait(120)
     deadline = time.time() + 60         # the ranks outlive torchrun for as long as it takes them to notice
     while any(pid in processes() for pid in run.pids) and time.time() < deadline:

@@ -35,7 +35,7 @@ def ladder_problems(config):
     policies = [policy for policy in POLICIES if policy != "rollback" or goes_back(config)]
     wrong = [f"on_spike must be one of {', '.join(policies)}, found '{config.on_spike}'"] * (config.on_spike not in policies)
     return wrong + config.outside(max_bad_steps=(1,), spike_window=(1,), rollback_window=(1,), rollback_lr=(0.01, 1),
-                                  spike_z=(0,), spike_norm=(0,), max_rollbacks=(0,))
+                                  spike_z=(0,), spike_norm=(0,), max_rollbacks=(0,), keep=(0,), keep_best=(0,))
 
 
 def goes_back(config):

@@ -62,6 +62,8 @@ def verify(folder, part=0, parts=1):
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, AttributeError):      # a bit may flip in the manifest as well
         return [f"{folder}/manifest.json is damaged"]
+    if folder.name.startswith("full_") and not {"state.json", "state/.metadata"} <= listed.keys():
+        return [f"{folder}/manifest.json lists no state: there is nothing to continue from"]
     problems = []
     for name, (size, checksum) in list(listed.items())[part::parts]:
         path = folder / name

@@ -26,7 +26,7 @@ class Monitor:
             return
         path = Path(run_dir) / "log.jsonl"
         open_to_append(path).close()        # makes it, or cuts off the half line of a run that was killed while it wrote
-        self.attempt = 1 + max((record["attempt"] for record in read_lines(path)), default=0)
+        self.attempt = 1 + max((record["attempt"] for record in records_of(path)), default=0)
         self.alarms = Alarms()
         for record in read_log(run_dir):
             if record["step"] <= start_step:
@@ -94,10 +94,16 @@ def flat(numbers, prefix=""):
 def read_lines(path):
     """The records of a .jsonl file, none when it is missing; what a kill or a full disk cut short is left out."""
     records = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines() if Path(path).exists() else ():
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines() if Path(path).exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
     return records
+
+
+def records_of(path):
+    """Of the lines of a log those that are records of a step: a damaged one must not keep a run from going on."""
+    return [record for record in read_lines(path) if isinstance(record, dict)
+            and all(type(record.get(name)) is int for name in ("attempt", "step"))]
 
 
 def read_log(run_dir):
@@ -105,7 +111,7 @@ def read_log(run_dir):
     another line. What an attempt logged behind the place where a later one took up is left out: those steps were done
     again."""
     records, place = [], lambda record: (record["attempt"], record["step"])
-    for record in read_lines(Path(run_dir) / "log.jsonl"):
+    for record in records_of(Path(run_dir) / "log.jsonl"):
         if records and place(records[-1]) == place(record):
             record = {**records.pop(), **record}
         while records and records[-1]["step"] >= record["step"]:

@@ -69,3 +69,11 @@ def test_a_full_disk_is_one_sentence(tmp_path):
     done = run(tmp_path / "full.py")
     assert done.returncode == 2 and "cannot write" in done.stderr and "the same command again" in done.stderr
     assert len(read_log(tmp_path)) > 5
+
+
+def test_damaged_lines_of_a_log_are_left_out(tmp_path):
+    good = [{"attempt": 1, "step": step, "loss": 1.0} for step in (1, 2)]
+    lines = [json.dumps(good[0]).encode(), b"5", b"[1]", b'{"step": 36}', b'{"attempt": 1, "step": null}', b"\xff\xfe junk",
+             b"\x00\x00", json.dumps(good[1]).encode()]
+    (tmp_path / "log.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    assert read_log(tmp_path) == good
