@@ -169,8 +169,8 @@ def save(path, messages):
             # Behind a last line that has no end, a line of ours would be part of it.
             torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n"
             file.write(b"\n" * torn + json.dumps({"messages": messages}).encode() + b"\n")
-    except OSError as error:
-        return f"not saved: {path}: {error.strerror}"
+    except (OSError, ValueError) as error:          # a name may have a NUL in it
+        return f"not saved: {printable(path)}: {getattr(error, 'strerror', None) or error}"
     return f"{sum(message['role'] == 'user' for message in messages)} questions and their answers added to {path}"
 
 

@@ -199,7 +199,7 @@ def check(config, shape, tokenizer, train, setup):
     problems += [f"the training text in {source.folder} has {source.n_tokens} tokens, fewer than one block and its target "
                  f"(block_size + 1 = {config.block_size + 1}): more text, or a smaller block_size"
                  for source in train.sources if source.n_tokens <= config.block_size]
-    problems += config.below_one("block_size", "micro_batch_size", "max_steps", "batch_tokens", "log_every", "eval_every",
+    problems += config.below_one("micro_batch_size", "max_steps", "batch_tokens", "log_every", "eval_every",
                                  "eval_blocks")
     problems += config.outside(loss_chunk=(0,), z_loss=(0,))
     problems += optimiser_problems(config) + ladder.ladder_problems(config) + watch_problems(config)
@@ -367,6 +367,7 @@ def main(config):
 
 def pretrain(config, setup, alive, explained):
     # 1. Where we are, and one run per folder.
+    refuse_once(setup, *config.below_one("block_size"))                     # what the data is counted in
     tokenizer, train, val = open_data(config, setup)
     source = find_folder(config.init_from) if config.init_from else None
     shape = shape_of(config, tokenizer, source)

@@ -14,6 +14,7 @@ those to one prompt are compared, in each dimension for itself. Other keys are i
 Every line is checked before anything is used, and all bad lines are reported together. Two collections are read as they are
 published (`as_preference`); what they have that is no preference is left out and counted, since nobody here wrote it.
 """
+import contextlib
 import json
 import math
 import re
@@ -110,11 +111,10 @@ def _turns(dialogue):
 def _graded(completion):
     """(answer, {name: grade}) of one of UltraFeedback's; a rating may be "N/A"."""
     grades = {}
-    for name, found in dict(completion.get("annotations") or {}).items():
-        try:
+    annotations = completion.get("annotations")
+    for name, found in annotations.items() if isinstance(annotations, dict) else ():
+        with contextlib.suppress(TypeError, KeyError, ValueError, OverflowError):
             grades[name] = float(found["Rating"])
-        except (TypeError, KeyError, ValueError):
-            continue
     return completion.get("response"), grades
 
 

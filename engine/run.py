@@ -35,7 +35,7 @@ def open_run(config, stage, setup, n_params=0, in_full=0, **made_from):
     leave_again(folder, setup)
     changed = []
     if (folder / "config.json").exists():
-        if "config" not in (before := read_json(folder / "config.json")):
+        if not isinstance((before := read_json(folder / "config.json")).get("config"), dict):
             refuse_once(setup, f"{folder}/config.json is not that of a run: choose another --out_dir")
         changed = changed_keys(before, config)
     if (folder / "inputs.json").exists():
