@@ -246,7 +246,8 @@ import os, runpy, sys
 folder = {root!r}
 if os.environ["RANK"] == "1":
     for name, module in list(sys.modules.items()):          # what the copy has of its own
-        if (getattr(module, "__file__", None) or "").startswith(folder + "/") and name != "__main__":
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(folder + "/") and "site-packages" not in file and name != "__main__":     # .venv lies there too
             del sys.modules[name]
     folder = {folder!r} + "/copy"
     sys.path[:0] = [folder, {folder!r} + "/site"]
