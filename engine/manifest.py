@@ -5,6 +5,7 @@ A folder is written under another name (NAME.tmp), gets a manifest with the size
 flushed to the disk and renamed. One that exists is never written into; one whose manifest is missing or does not fit is
 never read.
 """
+import contextlib
 import json
 import os
 import re
@@ -76,6 +77,11 @@ def verify(folder, part=0, parts=1):
                 problems.append(f"{path} has other content than when it was written")
         except OSError as error:        # a disk that can not read its sectors any more
             problems.append(f"{path} can not be read: {error.strerror}")
+    if not problems and (numbered := re.match(r"full_(\d{8})", folder.name)):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):         # damaged, as another part finds
+            step = json.loads((folder / "state.json").read_bytes())["step"]
+            if step != int(numbered[1]):
+                problems.append(f"{folder} is named as step {int(numbered[1])} and holds step {step}")
     return problems
 
 

@@ -65,6 +65,13 @@ def test_each_damage_is_a_sentence(sound, tmp_path, capsys, kind, name):
         assert said.count("sound  ") == (3 if place == "out" else 1)
 
 
+def test_a_folder_with_another_steps_name(sound, tmp_path):
+    folder = shutil.copytree(sound / "sft" / "full_00000005", tmp_path / "full_00000009")
+    assert doctor.faults_of(folder) == [f"{folder} is named as step 9 and holds step 5"]
+    (folder / "manifest.json").write_text('{"files": {}}')
+    assert "damaged" in doctor.faults_of(folder)[0]
+
+
 def test_every_bit_of_a_manifest_counts(sound, tmp_path):
     """A flipped bit in it is never an error of the program, and unnoticed only where it changes nothing that is said."""
     folder = shutil.copytree(sound / "sft" / "full_00000005", tmp_path / "full_00000005")
