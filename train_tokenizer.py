@@ -53,6 +53,7 @@ from engine.files import intact, lock_folder, read_json, sha256_file, write_atom
 from engine.shards import document_files, read_jsonl_zst
 from engine.tokenizer import BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer, valid_unicode, wrong_pattern
 from engine.workers import in_parallel, text_batches
+from prepare.stream import GZIP, ZSTD
 
 data_dir = "data/demo"
 inputs: tuple[str] = ()     # to learn from: .jsonl.zst files with a "text" a line, or text; none: data_dir's documents
@@ -239,7 +240,7 @@ def check(config, specials):
 def is_compressed(file):
     """Whether a file begins as gzip or zstandard files do."""
     with open(file, "rb") as opened:
-        return opened.read(4).startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd"))
+        return opened.read(4).startswith((GZIP, ZSTD))
 
 
 def read_texts(files):

@@ -140,12 +140,17 @@ def _weights_of(tokenizer, ids, runs):
     return weights
 
 
+def forms_for(tokenizer):
+    """The names of the forms whose special tokens this tokenizer has."""
+    return [name for name, (end, _, _) in FORMS.items() if end in tokenizer.specials
+            and (name != "own" or all(token in tokenizer.specials for token in CHAT_TOKENS))]
+
+
 def form_of(tokenizer, for_training=False):
     """The name of the form in which the model with this tokenizer writes conversations: that of its template, if it is one
     that `jinja` wrote, else the first whose end the tokenizer has. Refuses where it has none."""
     template, config = (tokenizer.files.get(file, b"") for file in ("chat_template.jinja", "tokenizer_config.json"))
-    able = [name for name, (end, _, _) in FORMS.items() if end in tokenizer.specials
-            and (name != "own" or all(token in tokenizer.specials for token in CHAT_TOKENS))]
+    able = forms_for(tokenizer)
     name = next((name for name in able if template and template == jinja(tokenizer, name)), None)
     if not name and able[:1] == ["zephyr"] and b"[INST]" in (template or config):
         if b"<<SYS>>" not in (template or config):
@@ -164,7 +169,7 @@ def form_of(tokenizer, for_training=False):
 
 def adopt(tokenizer, name):
     """Has the tokenizer write conversations in this form, also when it has been saved and is read again."""
-    able = [form for form, (end, _, _) in FORMS.items() if end in tokenizer.specials]
+    able = forms_for(tokenizer)
     if name not in able:
         refuse(f"template must be one of those whose special tokens the tokenizer has ({', '.join(able) or 'none'}), found '{name}'")
     tokenizer.files["chat_template.jinja"] = jinja(tokenizer, name)
