@@ -114,6 +114,9 @@ def constant(node):
     if not all(isinstance(part, allowed) for part in ast.walk(node)):
         raise ValueError("not a constant")
     try:
+        for part in ast.walk(node):
+            if isinstance(part, ast.BinOp) and isinstance(part.op, (ast.Pow, ast.LShift)) and constant(part.right) > 1000:
+                raise ValueError("a number that would not fit into memory")       # 9**9**9
         return eval(compile(ast.Expression(node), "<constant>", "eval"))
     except Exception as error:
         raise ValueError(str(error))
@@ -198,7 +201,7 @@ def nearest(name, names):
 def run_file(path):
     """Runs one config file. Returns (its names, {(name,) or (section, name): line}); ValueError says what is wrong."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
         code = compile(text, path, "exec")
     except FileNotFoundError:
         raise ValueError(f"config file {path} does not exist (looked in {os.getcwd()})")
@@ -209,7 +212,7 @@ def run_file(path):
     names, lines = {"__file__": path, "__name__": "config"}, {}
     try:
         exec(code, names)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:      # exit() and Ctrl-C too
         own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         raise ValueError(f"{path}, line {own[-1]}: {type(error).__name__}: {error}")
     for node in ast.walk(ast.parse(text)):
@@ -383,6 +386,8 @@ def configure(namespace, argv=None):
                 values[name], overrides[name] = parse(schema[name], text), text
             except ValueError as error:
                 problems.append(f"{word}: {error}")
+    problems += [f"{name} must name a folder, found {values[name]!r}" for name in ("data_dir", "out_dir")
+                 if name in values and not str(values[name]).strip()]
     sys.excepthook = tell
     if problems and os.environ.get("LOCAL_RANK", "0") != "0":     # every rank of a node found the same; one says it
         raise SystemExit(2)

@@ -76,6 +76,8 @@ class ModelConfig:
             f"or head_dim be given apart, as an even number; found {self.head_dim}":
                 self.head_dim < 2 or self.head_dim % 2 or quotient and self.n_embd % self.n_head,
             f"n_head = {self.n_head} must be a multiple of n_kv_head = {self.n_kv_head}": self.n_head % self.n_kv_head,
+            f"rope_theta must be above 1 and norm_eps at least 0, found {self.rope_theta} and {self.norm_eps}":
+                not self.rope_theta > 1 or not self.norm_eps >= 0,
             f"sliding_window must be at least 0, found {self.sliding_window}": self.sliding_window < 0,
             f"dropout must be in [0, 1), found {self.dropout}": not 0 <= self.dropout < 1,
             f"attention must be 'flash', 'fp32' or 'bf16', found {self.attention!r}":

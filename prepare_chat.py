@@ -260,8 +260,8 @@ def main(config):
     val_definitions, val_words, val_hash = read_pages(config, "val")
     index, source = chat / "index.json", {"train": train_hash, "val": val_hash}
     if index.exists() and not config.show:
-        before = read_json(index)
-        files = ["baselines.json", *(f"{name}.jsonl" for name in before.get("lines", ()))]
+        before = read_json(index, like={"lines": dict})
+        files = ["baselines.json", *(f"{name}.jsonl" for name in before["lines"])]
         if ((before.get("config_hash"), before.get("documents")) == (config.hash, source)
                 and all((chat / file).exists() for file in files)):
             return print(f"{chat}: already done; to make it anew, remove {index}")

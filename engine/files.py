@@ -101,9 +101,19 @@ class Entries(dict):
         refuse(f"{self.path} has no {key!r}: it is damaged, or not what this program writes. Remove it and make it anew.")
 
 
-def read_json(path, missing=None):
-    """The dict in `path`; refuses a file that is damaged or written by a newer version than this one, and also one that
-    is not there, unless `missing` says what to take for it."""
+def fits(value, like):
+    """Whether `value` is like `like`: an object that has at least its keys, with values that fit; a list of members that
+    fit its one; or of this type."""
+    if isinstance(like, dict):
+        return isinstance(value, dict) and all(name in value and fits(value[name], inner) for name, inner in like.items())
+    if isinstance(like, list):
+        return isinstance(value, list) and all(fits(member, like[0]) for member in value)
+    return isinstance(value, like)
+
+
+def read_json(path, missing=None, like={}):
+    """The dict in `path`; refuses a file that is damaged, does not fit `like` or was written by a newer version than this
+    one, and also one that is not there, unless `missing` says what to take for it."""
     if missing is not None and not Path(path).exists():
         return missing
     def entries(content):
@@ -118,6 +128,9 @@ def read_json(path, missing=None):
         refuse(f"{path} is damaged: {error}")
     if not isinstance(obj, dict):
         refuse(f"{path} holds a {type(obj).__name__}, expected an object with named values")
+    for name, inner in like.items():
+        if not fits(obj[name], inner):
+            refuse(f"{path}: {name!r} is damaged, or not what this program writes. Remove the file and make it anew.")
     version = obj.get("format_version", FORMAT_VERSION)
     if not isinstance(version, int) or version > FORMAT_VERSION:
         refuse(f"{path} has format_version {version!r}, this program reads up to {FORMAT_VERSION}: use a newer program")

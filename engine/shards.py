@@ -35,7 +35,8 @@ def document_files(data_dir, split):
     if not audit.exists():
         refuse(f"there are no finished documents in {data_dir}/docs ({audit} is missing); "
                "make them with prepare_data.py and the same config files")
-    return [Path(data_dir) / entry["file"] for entry in read_json(audit)["documents"] if entry["split"] == split]
+    written = read_json(audit, like={"documents": [{"file": str, "split": str}]})["documents"]
+    return [Path(data_dir) / entry["file"] for entry in written if entry["split"] == split]
 
 
 def read_documents(data_dir, split):
@@ -163,6 +164,8 @@ class TokenData:
             self.refuse(f"there are no documents in the split '{split}': raise val_fraction or give more input")
         self.n_tokens, self.n_docs = entry["n_tokens"], entry["n_docs"]
         self.bos_id, self.eos_id = self.index["bos_id"], self.index["eos_id"]
+        if not (isinstance(self.eos_id, int) and isinstance(self.bos_id, int | None)):
+            self.refuse(f"index.json is damaged: bos_id = {self.bos_id!r}, eos_id = {self.eos_id!r}")
         self.dtype = np.dtype(self.index["dtype"]).newbyteorder("<")
         # Not mapped: every page that was ever looked at would count as this process's memory, and a file that is cut short
         # or a disk that fails would kill it without a word.

@@ -11,6 +11,7 @@ stage done is not recorded. When all are done, out_dir/chain.json gets a hash of
 it is, another call starts no stage.
 """
 import contextlib
+import fcntl
 import glob
 import hashlib
 import json
@@ -49,10 +50,23 @@ def changed_since(moment, *folders):
                if path.name not in (".lock", "config.json", "timing.jsonl"))
 
 
-def run(command):
+def take_turn(timing):
+    """Locks the open file `timing`, for this call and, since they get the file too, for its stages: the stage of a call
+    that ended without a word (kill -9) goes on, and is waited for."""
+    try:
+        fcntl.flock(timing, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"{Path(timing.name).parent}: another call is at work, or a stage that one left behind; waiting for it",
+              flush=True)
+        fcntl.flock(timing, fcntl.LOCK_EX)
+    except OSError:     # a file system without locks; each stage says so
+        pass
+
+
+def run(command, timing):
     """Runs one stage. Returns its exit status, wall seconds and CPU seconds (its workers' included)."""
     before = os.times()
-    child = subprocess.Popen(command)
+    child = subprocess.Popen(command, pass_fds=[timing.fileno()])
     # Ctrl-C reaches the stage by itself, since it has our terminal; a kill reaches only us, so it is passed on. Either
     # way we stay until the stage has ended, to record what it took.
     old = {signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
@@ -95,12 +109,12 @@ def main(arguments):
     # train.py's keys, by its name only: importing it would import torch.
     config = configure({"__file__": str(ROOT / "train.py"), "__doc__": __doc__}, arguments)
     out = Path(config.out_dir)
-    timing = out / "timing.jsonl"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        timing.touch()
+        timing = open(out / "timing.jsonl", "a", buffering=1, encoding="utf-8")
     except OSError as error:
         refuse(f"cannot write into {out}: {error.strerror}. Choose another --out_dir.")
+    take_turn(timing)
     begin, record = time.time(), out / "chain.json"
     done = read_json(record, {}).get("standing") == standing(arguments)
     for number, (stage, script, sentence) in enumerate(STAGES, 1):
@@ -108,15 +122,15 @@ def main(arguments):
             print(f"{number}/{len(STAGES)}  {script}: already done")
             continue
         print(f"\n=== {number}/{len(STAGES)}  {script}: {sentence}", flush=True)
-        timing.touch()     # the file system's own clock, which may lag behind time.time()
-        start = timing.stat().st_mtime
+        os.utime(timing.fileno())     # the file system's own clock, which may lag behind time.time()
+        start = os.stat(timing.fileno()).st_mtime
         command = [sys.executable, str(ROOT / script), *words_for(script, arguments)]
-        status, wall, cpu = run(command)
+        status, wall, cpu = run(command, timing)
         if stage != "report" and changed_since(start, config.data_dir, out):
             line = {"format_version": FORMAT_VERSION, "stage": stage, "wall_seconds": round(wall, 2),
                     "cpu_seconds": round(cpu, 2), "exit": status}
-            with contextlib.suppress(OSError), open(timing, "a", encoding="utf-8") as file:     # a full disk was said
-                file.write(json.dumps(line) + "\n")
+            with contextlib.suppress(OSError):     # a full disk was said
+                timing.write(json.dumps(line) + "\n")
         if status:
             again = shlex.join(["bash", "runs/demo.sh", *sys.argv[1:]])
             reason = "was interrupted" if status < 0 or status in (130, 143) else f"ended with exit status {status}"

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configurator import configure
-from engine.files import read_json, write_atomic, write_json
+from engine.files import fits, read_json, write_atomic, write_json
 from engine.monitor import read_lines, read_log
 from prepare.audit import waterfall
 
@@ -45,7 +45,10 @@ def load(path):
 def read_timing(path):
     """{stage: (wall seconds, CPU seconds)}: the calls of a stage up to the one that finished it count together."""
     sums, finished = {}, {}
+    seconds = (int, float)
     for call in read_lines(path):
+        if not fits(call, {"stage": str, "wall_seconds": seconds, "cpu_seconds": seconds, "exit": int}):
+            continue
         wall, cpu = sums.get(call["stage"], (0, 0))
         sums[call["stage"]] = wall + call["wall_seconds"], cpu + call["cpu_seconds"]
         if call["exit"] == 0:

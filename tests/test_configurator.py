@@ -155,6 +155,8 @@ def test_accepted(repo, argument, key, value):
     ("--seed=abc", ["seed must be int", "'abc'"]),
     ("--seed=__import__('os').getpid()", ["seed must be int"]),
     ("--seed=1/0", ["seed must be int"]),
+    ("--seed=9**9**9", ["seed must be int", "9**9**9"]),
+    ("--out_dir=", ["out_dir must name a folder"]),
     ("--seed=", ["seed must be int", "''"]),
     ("--seed=None", ["seed must be int"]),
     ("--warmup_steps=1.5", ["warmup_steps must be int or None", "1.5"]),

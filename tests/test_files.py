@@ -70,6 +70,17 @@ def test_a_key_that_a_file_should_have_is_refused_with_the_file_and_the_key(tmp_
     assert not files.intact(tmp_path, [])
 
 
+@pytest.mark.parametrize("content, found", [
+    ('{"files": [{"name": "a", "size": 1}], "lines": {}}', True), ('{"files": [], "lines": {}}', True),
+    ('{"files": null, "lines": {}}', False), ('{"files": [1], "lines": {}}', False), ('{"files": {}, "lines": {}}', False),
+    ('{"files": [{"name": 3}], "lines": {}}', False), ('{"files": [{}], "lines": {}}', False), ('{"files": []}', False)])
+def test_a_file_of_another_form_is_refused(tmp_path, capsys, content, found):
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    read = lambda: read_json(path, like={"files": [{"name": str}], "lines": dict})
+    assert read()["files"] is not None if found else str(path) in refused(capsys, read)
+
+
 def test_missing_json_is_refused(tmp_path, capsys):
     assert "No such file" in refused(capsys, read_json, tmp_path / "none.json")
     assert "cannot be read" in refused(capsys, read_json, tmp_path)

@@ -42,7 +42,8 @@ def main(config):
         raise SystemExit(3)
     if Path("slow").exists() and "{name}" == Path("slow").read_text():
         print("slow", flush=True)
-        time.sleep(60)
+        for _ in range(600):
+            time.sleep(0.1 if Path("slow").exists() else 0)
     while time.process_time() < 0.05:
         pass
     done.parent.mkdir(parents=True, exist_ok=True)
@@ -167,6 +168,23 @@ def test_interrupted_chain_takes_its_stage_along(repo, number, to_group, status)
     assert "was interrupted" in errors
     (repo / "slow").unlink()
     assert "sft: ran" in call(repo).stdout
+
+
+def test_a_stage_that_a_killed_chain_leaves_behind_is_waited_for(repo):
+    (repo / "slow").write_text("sft")
+    start = lambda: subprocess.Popen([sys.executable, "runs/chain.py"], cwd=repo, stdout=subprocess.PIPE, text=True,
+                                     env={**os.environ, "PYTHONPATH": str(repo)})
+    killed = start()
+    while killed.stdout.readline() != "slow\n":
+        pass
+    killed.kill()
+    killed.wait()
+    second = start()
+    assert second.stdout.readline() == "out/demo: another call is at work, or a stage that one left behind; waiting for it\n"
+    assert not (repo / "out/demo/sft/done").exists()
+    (repo / "slow").unlink()
+    printed = second.communicate(timeout=60)[0]
+    assert second.returncode == 0 and "sft: already done" in printed and "reward: ran" in printed
 
 
 def test_a_venv_whose_making_was_interrupted_is_made_anew(root, tmp_path):
