@@ -181,9 +181,9 @@ def wrong_entry(entry):
     return [] if isinstance(entry.get("prompt"), str) else ['expected "prompt" with a text, or "messages"']
 
 
-def batch(config, speaker):
+def batch(config, speaker, entries):
     """Answers the prompts of a file, batch_size at a time, in order."""
-    entries, cuts, tokens = read_lines(config.file, wrong_entry), 0, 0
+    cuts, tokens = 0, 0
     begun = said = time.monotonic()
     bar = tqdm(total=len(entries), unit=" prompts", disable=not sys.stderr.isatty() or sys.stdout.isatty())
     for start in range(0, len(entries), config.batch_size):
@@ -219,6 +219,8 @@ def main(config):
         if isinstance(stream, io.TextIOWrapper):     # a terminal may not know UTF-8
             stream.reconfigure(errors="replace")
 
+    entries = read_lines(config.file, wrong_entry) if config.file else []
+
     # 1. The model. What is said about it goes to stderr: standard output belongs to the answers.
     setup = parallel.start(config.device, config.dtype, threads=config.threads, seed=config.seed)
     folder = find_model(config)
@@ -228,7 +230,7 @@ def main(config):
 
     # 2. Ask it.
     if config.file:
-        batch(config, speaker)
+        batch(config, speaker, entries)
     elif config.chat and not config.prompt:
         conversation(speaker)
     else:

@@ -41,7 +41,7 @@ from engine.loader import open_mixture, plan_step, read_ahead
 from engine.loss import model_losses
 from engine.memory import Explained
 from engine.monitor import Monitor, read_log
-from engine.optim import LossScale, clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
+from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
 from engine.parallel import bare, data_sum, divide, finish, from_main, keep_memory, my_share, refuse_once, start
 from engine.preflight import refuse_other_batch
 from engine.run import end_step, on_main, open_run, refuse_missing
@@ -356,6 +356,13 @@ def show_plan(config):
         model, micro_batches, config, tokenizer, setup))
 
 
+def take_up(state, train, per_step, config, setup):
+    """Where the loop goes on: (step, tokens, what it remembers, its batches). state: of a full checkpoint, or a beginning."""
+    past = ladder.Past(config, state, setup.dtype)
+    batches = read_ahead(train, state["step"], config.max_steps, past.windows, per_step, config, setup)
+    return state["step"], state["tokens"], past, batches
+
+
 def main(config):
     if config.plan:
         return show_plan(config)
@@ -420,57 +427,53 @@ def pretrain(config, setup, alive, explained):
     monitor = Monitor(run, setup, config.max_steps, state["step"], label="train")
     attempt = from_main(monitor.attempt if setup.is_main else None, setup)
     samples = open_samples(run, setup) if config.log_samples else None
-    step, tokens, in_a_row, recent, rollbacks = ladder.unpacked(state)
-    scaled = LossScale(setup.dtype, state.get("loss_scale"))
-    skipped = ladder.windows_of(rollbacks)                                                  # of the data's plan
-    batches = read_ahead(train, step, config.max_steps, skipped, per_step, config, setup)
+    step, tokens, past, batches = take_up(state, train, per_step, config, setup)
 
     # 5. The loop.
     model.train()
     alive.where = watch.where
     while step < config.max_steps:
+        # The batch: this rank's share of the blocks of the step.
         watch.step(step + 1)
         began = time.perf_counter()
         numbers, micro_batches = next(batches)
         loaded = time.perf_counter()
         if step == state["step"]:
             refuse_other_batch(micro_batches, config.batch_tokens, setup)
+
+        # Forward and backward, clip, and the verdict, which is the same on every rank.
         watch.phase("forward and backward")
-        rows = []
-        scale = scaled.value
+        rows, scale = [], past.loss_scale.value
         total = forward_backward(model, micro_batches, config, tokenizer, setup, rows, scale, teacher)
         watch.phase("optimizer")
         norm = clip(model.parameters(), config.grad_clip, setup, scale)
-        loss, norm, leaving = ladder.agree(total[0], norm, alive.asked, setup)       # the same on every rank
+        loss, norm, leaving = ladder.agree(total[0], norm, alive.asked, setup)
         alive.agreed = leaving
-        if overflow := scaled.overflowed(loss, norm):                                # fp16 only: no fault of the step's
-            wrong, deed = f"a gradient overflows at a loss scale of {scale:g}, halved", "skip"
-        else:
-            wrong = ladder.trouble(loss, norm, recent, step >= warmup, config)
-            deed = ladder.rung(loss, norm, wrong, in_a_row + 1, config)
-        lr = lr_at(step, config.max_steps, config.learning_rate, warmup, config.schedule, config.final_lr)
-        lr *= ladder.lr_factor(rollbacks, step)
+        wrong, deed = past.judge(loss, norm, step >= warmup)
+
+        # The step.
         logged = not deed and (wrong or (step + 1) % config.log_every == 0
-                                or step in (state["step"], config.max_steps - 1))
+                               or step in (state["step"], config.max_steps - 1))
         if logged:
             gauges.before_step()
+        lr = lr_at(step, config.max_steps, config.learning_rate, warmup, config.schedule, config.final_lr)
+        lr *= ladder.lr_factor(past.rollbacks, step)
         for optimizer in optimizers:
             set_lr(optimizer, lr)
             if not deed:
                 optimizer.step()                    # never with a NaN: in Adam's moments it would stay
             optimizer.zero_grad(set_to_none=not layout.in_buckets)
-        if not overflow:
-            in_a_row, recent = (in_a_row + 1, recent) if deed else (0, [*recent, norm][-config.spike_window:])
-        done, tokens = step + 1, tokens + config.batch_tokens
-        last, seconds = done == config.max_steps, time.perf_counter() - began
+        done, tokens, planned = step + 1, tokens + config.batch_tokens, plan_step(step, past.windows)
+        seconds = time.perf_counter() - began
         gauges.step_done(loaded - began)
         watch.phase(LAST_PHASE)
 
+        # The log.
         record, line = {}, ""
         if deed:
             record = {"loss": loss, "grad_norm": norm, "skipped": True, "wrong": wrong, "blocks": numbers,
-                      "plan": plan_step(step, skipped), **watch.found()}
-            line = f"{wrong}: step skipped" + f", {in_a_row} in a row" * (not overflow)
+                      "plan": planned, **watch.found()}
+            line = f"{wrong}: step skipped" + f", {past.in_a_row} in a row" * (past.in_a_row > 0)
         elif logged:
             record = {"loss": loss, **{f"loss_{kind}": value for kind, value in split_of(total).items()},
                       **losses_of_sources(rows, numbers, train, setup), "lr": lr, "grad_norm": norm, "tokens": tokens,
@@ -478,7 +481,7 @@ def pretrain(config, setup, alive, explained):
             line = f"loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {config.batch_tokens / seconds:,.0f} tokens/s"
             if wrong:
                 record["wrong"], line = wrong, f"{line}  {wrong}"
-        if last or done % config.eval_every == 0:
+        if done == config.max_steps or done % config.eval_every == 0:
             scores = evaluate_all(model, val, config, tokenizer, byte_counts, setup)
             record.update({f"val_{name}": value for name, value in scores.items()})
             line += f"  held-out loss {scores['loss']:.4f}, {scores['bits_per_byte']:.4f} bits per byte"
@@ -486,29 +489,26 @@ def pretrain(config, setup, alive, explained):
         if record:
             monitor.log(done, line.strip(), **record)
         if samples:
-            log_sample(samples, attempt, done, plan_step(step, skipped), numbers, setup)
+            log_sample(samples, attempt, done, planned, numbers, setup)
+
+        # Back to before the bad data (see engine/ladder.py), or what is to be saved, and on.
         if deed in ("rollback", "stop"):
             checkpoint.wait()
             losses = block_losses(rows, len(numbers), setup)
-            on_main(lambda: ladder.decide(deed, run, step, wrong, in_a_row, rollbacks, ladder.name_documents(
+            on_main(lambda: ladder.decide(deed, run, step, wrong, past.in_a_row, past.rollbacks, ladder.name_documents(
                 train, tokenizer, numbers, losses), config), setup)
             state = ladder.go_on(run, modules, moments, setup, config, again=True)
-            step, tokens, in_a_row, recent, rollbacks = ladder.unpacked(state)
-            scaled = LossScale(setup.dtype, state.get("loss_scale"))
-            skipped = ladder.windows_of(rollbacks)
             batches.close()
-            batches = read_ahead(train, step, config.max_steps, skipped, per_step, config, setup)
+            step, tokens, past, batches = take_up(state, train, per_step, config, setup)
             attempt += 1
             monitor.again(step, attempt)
-            watch.end()
-            continue
-        facts = {"tokens": tokens, "loss_scale": [scaled.value, scaled.since], "in_a_row": in_a_row, "recent": recent, "rollbacks": rollbacks,
-                 "config_hash": config.hash, "data_hash": train.data_hash, "tokenizer_hash": tokenizer.hash,
-                 "val_loss": record.get("val_loss")}
-        end_step(run, done, config.max_steps, config, modules, moments, tokenizer, facts, setup, monitor, leaving)
-        monitor.advance()
+        else:
+            facts = {"tokens": tokens, **past.facts(), "config_hash": config.hash, "data_hash": train.data_hash,
+                     "tokenizer_hash": tokenizer.hash, "val_loss": record.get("val_loss")}
+            end_step(run, done, config.max_steps, config, modules, moments, tokenizer, facts, setup, monitor, leaving)
+            monitor.advance()
+            step = done
         watch.end()
-        step = done
 
     # 6. The end.
     monitor.close()

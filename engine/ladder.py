@@ -25,6 +25,7 @@ from engine.checkpoint import on_main
 from engine.files import printable, read_json, write_json
 from engine.loader import plan_step
 from engine.manifest import abandon, folder_of, steps_of
+from engine.optim import LossScale
 from engine.shards import read_jsonl_zst
 
 POLICIES = ("log", "skip", "rollback", "stop")
@@ -77,6 +78,39 @@ def rung(loss, norm, wrong, in_a_row, config):
     if in_a_row < config.max_bad_steps:
         return "skip"
     return "rollback" if config.on_spike in ("skip", "rollback") and goes_back(config) else "stop"
+
+
+class Past:
+    """What a loop remembers of the steps behind it, the same on every rank: the norms of the last ones, how many in a row
+    were skipped, the roll-backs, and fp16's loss scale. `facts` goes into full checkpoints, and `state` is from one."""
+
+    def __init__(self, config, state, dtype=torch.float32):
+        self.config = config
+        self.recent, self.in_a_row, self.rollbacks = (state.get(name, empty) for name, empty in (
+            ("recent", []), ("in_a_row", 0), ("rollbacks", [])))
+        self.loss_scale = LossScale(dtype, state.get("loss_scale"))
+
+    def judge(self, loss, norm, warm):
+        """Takes note of a step; -> (what is wrong with it, '' when nothing is; what is to be done about that, see `rung`)."""
+        scale = self.loss_scale.value
+        if self.loss_scale.overflowed(loss, norm):          # of fp16, and no fault of the step's: it does not count
+            return f"a gradient overflows at a loss scale of {scale:g}, halved", "skip"
+        wrong = trouble(loss, norm, self.recent, warm, self.config)
+        deed = rung(loss, norm, wrong, self.in_a_row + 1, self.config)
+        if deed:
+            self.in_a_row += 1
+        else:
+            self.in_a_row, self.recent = 0, [*self.recent, norm][-self.config.spike_window:]
+        return wrong, deed
+
+    @property
+    def windows(self):
+        """Those of the data's plan that are left out, as plan_step takes them."""
+        return windows_of(self.rollbacks)
+
+    def facts(self):
+        return {"recent": self.recent, "in_a_row": self.in_a_row, "rollbacks": self.rollbacks,
+                "loss_scale": [self.loss_scale.value, self.loss_scale.since]}
 
 
 # --- going back ------------------------------------------------------------------------------------------------------
@@ -154,11 +188,6 @@ def go_on(run, modules, moments, setup, config, data_hash=None, again=False):
     if len(decisions) > len(state["rollbacks"]):        # the bad steps that were being counted will not happen
         state.update(rollbacks=decisions, in_a_row=0)
     return state
-
-
-def unpacked(state):
-    """What of the state the loop counts on by itself."""
-    return [state[name] for name in ("step", "tokens", "in_a_row", "recent", "rollbacks")]
 
 
 # --- whose fault -----------------------------------------------------------------------------------------------------
