@@ -4,6 +4,7 @@ so each is forked from a server (multiprocessing's) that has imported it: a proc
 environment, exit status and death. Several ranks find each other as under torchrun, through a store that outlives them.
 What is about torchrun itself, or about how Python starts, calls them.
 """
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -98,7 +99,8 @@ class Program:
     def send(self, number):
         for rank in self.ranks:
             if rank.exitcode is None:
-                os.kill(rank.pid, number)
+                with contextlib.suppress(ProcessLookupError):       # gone a moment ago: its exit status is on its way
+                    os.kill(rank.pid, number)
 
     def kill(self):
         self.send(signal.SIGKILL)

@@ -70,7 +70,7 @@ def test_a_straggler_is_named(data, tmp_path):      # noqa: F811
     host = socket.gethostname()
     assert {record["slowest"] for record in log[2:8]} == {f"rank 1 on {host}"}
     assert {record["slowest"] for record in log[14:]} == {f"rank 0 on {host}"}
-    assert all(record["slowest_seconds"] > 0.5 and record["slowest_seconds"] > 2 * record["rank_seconds"] for record in log[14:])
+    assert all(record["slowest_seconds"] > max(0.6, record["rank_seconds"]) for record in log[14:])     # it sleeps twice
     (alarm,) = [alarm for record in log for alarm in record.get("alarms", ()) if alarm.startswith("straggler")]
     assert alarm.startswith(f"straggler: rank 1 on {host} takes ") and f": {alarm}" in said
 
