@@ -65,9 +65,8 @@ def begun_otherwise(folder, config, prints, made_from):
     fulls = [full for full in fulls if not verify(full, only=("state.json", *checkpoint.RECORD))]
     foreign = [sentence for full in fulls for sentence in (
         differences(full) if (full / "config.json").exists() else [f"{full} does not say which run it is of"])]
-    if known and foreign:
-        advice = (f"The run in {folder} is another one, as its config.json says: move away what is not its own. train.py "
-                  "continues from another run's full checkpoint with --resume_from, in a new --out_dir.")
+    if foreign:
+        advice = f"What is another run's, move away: train.py continues from it with --resume_from, in a new --out_dir. {advice}"
     elif not known and (folder / "result.json").exists() and not fulls:
         foreign = [f"{folder} holds a finished run, and nothing there says which: its config.json is missing"]
     elif not known and fulls and not foreign:
