@@ -248,7 +248,8 @@ def resume_problems(elsewhere, run_dir):
     """A sentence when `elsewhere`, from which a run shall continue that has no full checkpoint yet, is none."""
     if not elsewhere or steps_of(run_dir, "full") or (path := Path(elsewhere)).joinpath("state.json").exists():
         return []
-    inside = [str(folder_of(each, "full", step)) for each in (path, *path.glob("*/")) for step in steps_of(each, "full")[:1]]
+    inside = [str(folder_of(each, "full", step)) for each in (path, *path.glob("*/"))
+              for step in steps_of(each, "full")[:1]]
     what = ("does not exist" if not path.exists() else f"holds some: name one, {' or '.join(inside)}" if inside else
             f"is a light one, which has weights only: --init_from={elsewhere}" if (path / "training.json").exists() else
             "is none")

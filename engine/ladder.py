@@ -92,8 +92,8 @@ def decisions_of(run, state=None):
     except (TypeError, ValueError, KeyError):
         sound = False
     if not sound:
-        refuse(f"{run}/rollbacks.json is damaged: it says where the run went back, as 'to', 'window' and 'lr_factor'. Put "
-               "back a copy of it, or remove it: then what the newest full checkpoint knows of that counts.")
+        refuse(f"{run}/rollbacks.json is damaged: it says where the run went back, as 'to', 'window' and 'lr_factor'. "
+               "Put back a copy of it, or remove it: then what the newest full checkpoint knows of that counts.")
     return max(written, (state or {}).get("rollbacks", []), key=len)
 
 
@@ -130,8 +130,8 @@ def decide(deed, run, step, wrong, in_a_row, decisions, culprits, config):
                 "culprits": culprits}
     write_json(run / "rollbacks.json", {"rollbacks": [*decisions, decision]})
     if back > began:
-        told.append(f"no full checkpoint lies before the {step + 1 - began} steps that are to be left out: what steps {began + 1} "
-                    f"to {back} have taught stays (save_full and keep decide how far back the checkpoints reach)")
+        told.append(f"no full checkpoint lies before the {step + 1 - began} steps that are to be left out: what steps "
+                    f"{began + 1} to {back} have taught stays (save_full and keep decide how far checkpoints reach back)")
     print(*told, f"back to step {back}, without steps {window[0]} to {window[1] - 1} of the data's plan, the learning "
           f"rate times {config.rollback_lr:g} (roll-back {len(decisions) + 1} of {config.max_rollbacks})", sep="\n",
           flush=True)

@@ -123,7 +123,8 @@ def mix_problems(mix):
         elif (other := first.setdefault(os.path.realpath(folder), folder)) != folder:
             problems.append(f"data_mix: {other!r} and {folder!r} are one folder: give it one weight")
         if type(weight) not in (int, float) or not 0 < weight <= 1e300:         # sums stay finite
-            problems.append(f"data_mix: the weight of {folder!r} must be a number above 0, at most 1e300, found {weight!r}")
+            problems.append(f"data_mix: the weight of {folder!r} must be a number above 0, at most 1e300, "
+                            f"found {weight!r}")
     return problems
 
 

@@ -63,16 +63,17 @@ def read_samples(path):
 
 
 def order_problems(folder):
-    """Proves from the sample logs that a run of train.py, in this folder or this out_dir, took exactly the planned blocks
-    in every step up to its newest full checkpoint, and says so; -> else a sentence about the first wrong step. Refuses
-    where there is nothing to prove.
+    """Proves from the sample logs that a run of train.py, in this folder or out_dir, took exactly the planned blocks in
+    every step up to its newest full checkpoint, and says so; -> else a sentence about the first wrong step. Refuses where
+    there is nothing to prove.
 
     The plan is computed anew from config.json, the token shards, and the windows that the checkpoint says were skipped.
     Of a step that was done more than once the last time counts, by however many processes: that is what the weights have
     learned. Steps behind the checkpoint are not looked at, since they will be done again."""
     run = next((path for path in (Path(folder), Path(folder, "pretrain")) if (path / "config.json").exists()), None)
     if run is None:
-        refuse(f"--order={folder}: no run there. Expected an out_dir with pretrain/ in it, or that folder, with a config.json.")
+        refuse(f"--order={folder}: no run there. Expected an out_dir with pretrain/ in it, or that folder, with a "
+               "config.json.")
     record = read_saved(run / "config.json")
     if record["script"] != "train":
         refuse(f"{run} is a run of {record['script']}.py; only train.py keeps a record of which blocks it took")
@@ -113,7 +114,7 @@ def step_problem(lines, plan, planned):
                     f"{lines[0]['attempt']} as one of {len(lines)}")
         if line["plan"] != plan:
             return f"rank {rank} was in step {line['plan']} of the plan, it should have been {plan}"
-        share, shares = line["share"]                                   # ranks that hold one model together have one share
+        share, shares = line["share"]                               # ranks that hold one model together have one share
         shared.append((share, shares))
         expected = planned[share::shares]
         if len(line["blocks"]) != len(expected):

@@ -198,16 +198,16 @@ class TokenData:
         self.data_hash = hashlib.sha256("".join(checksums).encode()).hexdigest()
 
     def _compare(self, listed):
-        """With the checksums, where that takes no time; of more data it is said which files are newer than their index."""
+        """With the checksums, where that takes no time; of more data it is said which are newer than their index."""
         stats = {file["name"]: (self.folder / file["name"]).stat() for file in listed}
         newer = [name for name, stat in stats.items() if stat.st_mtime > (self.folder / "index.json").stat().st_mtime]
         if sum(stat.st_size for stat in stats.values()) <= READ_AT_START:
             if problems := changed_files(self.folder, listed):
                 self.refuse("; ".join(problems))
         elif newer and os.environ.get("RANK", "0") == "0":
-            print(f"note: {newer[0]} and {len(newer) - 1} more files in {self.folder} are newer than index.json: changed or copied "
-                  f"since. python doctor.py --verify={self.folder} compares them with it; touch index.json ends this note",
-                  flush=True)
+            print(f"note: {newer[0]} and {len(newer) - 1} more files in {self.folder} are newer than index.json: changed or "
+                  f"copied since. python doctor.py --verify={self.folder} compares them with it; touch index.json ends "
+                  "this note", flush=True)
 
     def refuse(self, problem):
         refuse(f"{self.folder}: {problem}. Make the shards anew with\n    {self.rebuild}")

@@ -111,7 +111,8 @@ def test_a_full_checkpoint_from_outside_is_code_and_needs_trust(data, tmp_path):
     own = ["--resume_from=" + str(tmp_path / "theirs/pretrain/full_00000006"), "--trust_state=True"]
     assert "max_steps" in train(data, tmp_path / "late", *extra, *own, code=2)   # there would be nothing left to do
     wrong = {"none": "does not exist", "theirs": f"holds some: name one, {theirs.with_name('full_00000006')}",
-             "theirs/pretrain/step_00000006": "is a light one, which has weights only: --init_from=", "theirs/pretrain/tensorboard": "is none"}
+             "theirs/pretrain/step_00000006": "is a light one, which has weights only: --init_from=",
+             "theirs/pretrain/tensorboard": "is none"}
     for name, why in wrong.items():
         said = train(data, tmp_path / "typo", *extra, f"--resume_from={tmp_path / name}", code=2)
         assert f"resume_from takes a full checkpoint (a folder full_NNNNNNNN), and {tmp_path / name} {why}" in said
@@ -134,7 +135,8 @@ def test_what_another_run_has_left_in_the_folder_is_not_continued_from(data, tmp
     train(data, tmp_path / "mine", *extra)
     for name in ("result.json", "config.json"):
         (foreign.parent / name).unlink()
-    assert "learning_rate = 0.003, now it is 0.001" in train(data, tmp_path / "mine", *extra, "--learning_rate=1e-3", code=2)
+    said = train(data, tmp_path / "mine", *extra, "--learning_rate=1e-3", code=2)
+    assert "learning_rate = 0.003, now it is 0.001" in said
     said = train(data, tmp_path / "mine", *extra)
     assert "config.json is missing; the full checkpoints say" in said and "continuing from" in said
     assert (foreign.parent / "config.json").exists() and (foreign.parent / "result.json").exists()

@@ -56,7 +56,7 @@ def test_other_settings_and_other_inputs_are_refused_together(tmp_path, data, ca
 
 
 def full_of(folder, config, data, step=4, **changed):
-    """A full checkpoint in a run's folder, as a run with these settings and inputs writes it, and then the run's own files."""
+    """A full checkpoint in a run's folder, as a run with these settings and inputs writes it; its own files are kept."""
     kept = {name: (folder / name).read_bytes() for name in checkpoint.RECORD if (folder / name).exists()}
     run.record(config, folder, {"data": fingerprint(data)})
     made = checkpoint.save_full(folder, step, {"model": torch.nn.Linear(2, 2)}, {}, changed, ALONE)
@@ -83,13 +83,14 @@ def test_a_full_checkpoint_of_another_run_is_refused(tmp_path, data, capsys, own
     if not own_config:
         (folder / "config.json").unlink()
     said = refused(capsys, open_run, config_of(tmp_path), "stage", ALONE, data=data)
-    assert f"{foreign} was begun with seed = 2, now it is 1" in said and f"{foreign} was begun with data ({data}), content" in said
+    assert all(f"{foreign} was begun with {what}" in said for what in ("seed = 2, now it is 1", f"data ({data}), content"))
     assert "move away" in said and "Give the old value" in said and "00004" not in said
     (foreign / "config.json").write_text("damaged")
     open_run(config_of(tmp_path), "stage", ALONE, data=data)[1].close()
     sft = configure({"__file__": str(ROOT / "sft.py")}, [f"--out_dir={tmp_path}"])
     full_of(folder, sft, data, step=8)
-    assert "begun with script = 'sft', now it is 'train'" in refused(capsys, open_run, config_of(tmp_path), "stage", ALONE, data=data)
+    said = refused(capsys, open_run, config_of(tmp_path), "stage", ALONE, data=data)
+    assert "begun with script = 'sft', now it is 'train'" in said
 
 
 def test_what_says_nothing_of_its_run_is_refused(tmp_path, data, capsys):
@@ -102,7 +103,8 @@ def test_what_says_nothing_of_its_run_is_refused(tmp_path, data, capsys):
     assert "holds a finished run" in said and "config.json is missing" in said
 
 
-@pytest.mark.parametrize("form", [b"\xff\xfe", b"[]", b"{", b"5", b"{}", b'{"config": 5}', b'{"config": {}, "script": 1}', b"[" * 10 ** 5])
+@pytest.mark.parametrize("form", [b"\xff\xfe", b"[]", b"{", b"5", b"{}", b'{"config": 5}', b'{"config": {}, "script": 1}',
+                                  b"[" * 10 ** 5])
 @pytest.mark.parametrize("name", ["config.json", "inputs.json"])
 def test_records_of_another_form_are_sentences(tmp_path, data, capsys, name, form):
     open_run(config_of(tmp_path), "stage", ALONE, data=data)[1].close()
