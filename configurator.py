@@ -122,6 +122,14 @@ def constant(node):
         raise ValueError(str(error))
 
 
+def refuse_twice(tree):
+    """ValueError where a dict in this code has a key twice: Python would take the last of the two without a word."""
+    for node in ast.walk(tree):
+        keys = [ast.unparse(key) for key in node.keys if key] if isinstance(node, ast.Dict) else []
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise ValueError(f"line {node.lineno}: the key {twice[0]} is there twice")
+
+
 def read_schema(path):
     """{name: Key} of the script at `path`, or None when it is no script. Raises SyntaxError.
 
@@ -184,6 +192,8 @@ def parse(key, text):
     """The value of `--key=text`, or ValueError."""
     if key.kind is str and not (key.optional and text == "None"):
         return text
+    with contextlib.suppress(SyntaxError):
+        refuse_twice(ast.parse(text.strip(), mode="eval"))
     try:
         return fit(key, constant(ast.parse(text.strip(), mode="eval").body))
     except (ValueError, SyntaxError):     # --inputs=a.jsonl,b.jsonl needs no brackets, and --languages= means none
@@ -202,12 +212,13 @@ def run_file(path):
     """Runs one config file. Returns (its names, {(name,) or (section, name): line}); ValueError says what is wrong."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-        code = compile(text, path, "exec")
+        code, tree = compile(text, path, "exec"), ast.parse(text)
+        refuse_twice(tree)
     except FileNotFoundError:
         raise ValueError(f"config file {path} does not exist (looked in {os.getcwd()})")
     except SyntaxError as error:
         raise ValueError(f"{path}, line {error.lineno}: syntax error: {error.msg}")
-    except (OSError, ValueError) as error:     # no text, or NUL bytes in it
+    except (OSError, ValueError) as error:     # no text, NUL bytes in it, a key twice
         raise ValueError(f"config file {path} cannot be read: {error}")
     names, lines = {"__file__": path, "__name__": "config"}, {}
     try:
@@ -215,7 +226,7 @@ def run_file(path):
     except BaseException as error:      # exit() and Ctrl-C too
         own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         raise ValueError(f"{path}, line {own[-1]}: {type(error).__name__}: {error}")
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             lines[(node.id,)] = node.lineno
         if isinstance(node, ast.Assign):
@@ -328,6 +339,12 @@ def git_commit():
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None     # no git on this machine, or no commit yet: a run needs neither
+
+
+def read_saved(path):
+    """The dict that Config.save wrote to `path`; refuses what has another form."""
+    from engine.files import read_json
+    return read_json(path, like={"script": str, "config": dict, "versions": dict, "environment": dict})
 
 
 def changed_keys(old, config):

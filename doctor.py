@@ -2,6 +2,7 @@
 Looks into the folders of runs, finished or not, and says what is wrong there. It changes nothing.
 
     python doctor.py --verify=out/demo          reads every byte of all checkpoints and compares it with their manifests
+    python doctor.py --verify=data/demo         the same of the token shards there and their index
     python doctor.py --diff=out/one,out/two     what differs between two runs: settings, inputs, code, machine, and from
                                                 which step on their logs differ
     python doctor.py --order=out/demo           proves that a run with --log_samples=True took exactly the planned blocks
@@ -14,14 +15,15 @@ import re
 import sys
 from pathlib import Path
 
-from configurator import RESULT_FREE, configure, refuse
+from configurator import RESULT_FREE, configure, read_saved, refuse
 from engine.alarms import Alarms
 from engine.files import in_use, read_json
 from engine.manifest import PREFIX, verify as faults_of
 from engine.monitor import read_log
 from engine.samples import order_problems
+from engine.shards import shard_problems
 
-verify = ""                     # a folder whose checkpoints are read and compared with their manifests
+verify = ""                     # a folder whose checkpoints, or token shards, are read and compared with their checksums
 diff: tuple[str] = ()           # two folders of runs to compare
 order = ""                      # a pretraining run whose sample log is compared with its plan
 alarms = ""                     # a folder whose logs are gone through for signs of trouble
@@ -43,12 +45,17 @@ def checkpoints_in(folder):
 
 
 def scrub(folder):
-    """Verifies all checkpoints there, and tells of each whether it is sound; -> sentences about those that are not."""
-    found = checkpoints_in(folder) if folder.is_dir() else []
-    if not found:
+    """Verifies all checkpoints there, or the token shards of a data_dir, and tells of each whether it is sound;
+    -> sentences about those that are not."""
+    found, faults = checkpoints_in(folder) if folder.is_dir() else [], []
+    tokens = [path for path in (folder, folder / "tokens") if (path / "index.json").exists()]
+    if not found and not tokens:
         refuse(f"--verify={folder}: no checkpoint there. Expected a run's folder with step_NNNNNNNN or full_NNNNNNNN in it, "
-               "an out_dir with such folders, or a single checkpoint.")
-    faults = []
+               "an out_dir with such folders, a single checkpoint, or a data_dir with tokens/index.json.")
+    for path in tokens:
+        faults += (wrong := shard_problems(path))
+        if not wrong:
+            print(f"sound    {path}  (token shards)")
     for path in found:
         live = in_use(path.parent)
         if path.suffix == ".tmp":
@@ -89,7 +96,7 @@ def differences(one, other):
 
 def facts_of(folder):
     """{what: value} of everything that a run was made with, in the order in which it is told."""
-    saved = read_json(folder / "config.json")
+    saved = read_saved(folder / "config.json")
     facts = {"script": saved["script"]}
     for name, value in saved["config"].items():
         if name != "out_dir":
@@ -146,8 +153,7 @@ def main(config):
     if config.diff:
         findings += compare(*map(Path, config.diff))
     if config.order:
-        folder = Path(config.order)
-        findings += order_problems(folder if (folder / "config.json").exists() else folder / "pretrain")
+        findings += order_problems(Path(config.order))
     if config.alarms:
         findings += alarms_of(Path(config.alarms))
     for finding in findings:

@@ -202,6 +202,7 @@ def check(config, shape, tokenizer, train, setup):
     problems += config.below_one("micro_batch_size", "max_steps", "batch_tokens", "log_every", "eval_every",
                                  "eval_blocks")
     problems += config.outside(loss_chunk=(0,), z_loss=(0,))
+    problems += checkpoint.resume_problems(config.resume_from, Path(config.out_dir) / "pretrain")
     problems += optimiser_problems(config) + ladder.ladder_problems(config) + watch_problems(config)
     if config.separate_documents:
         problems += [f"separate_documents {sentence}" for sentence in shape.inseparable()]
@@ -385,7 +386,7 @@ def pretrain(config, setup, alive, explained):
     teacher, teachers_folder, wrong = distill.open_teacher(config, tokenizer, setup)
     refuse_once(setup, *wrong)
     run, lock = open_run(config, "pretrain", setup, n_params, data=f"{train.data_hash[:16]} {tokenizer.hash[:16]}",
-                         **({"teacher": teachers_folder} if teacher else {}))
+                         **({"model": source} if source else {}), **({"teacher": teachers_folder} if teacher else {}))
     if lock is None:
         return
 

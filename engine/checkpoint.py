@@ -5,9 +5,10 @@ Checkpoints that are whole or not there.
     RUN/full_00000400/   full: everything that a run continues from, written by torch.distributed.checkpoint. Its metadata
                          is a pickle, so it is trusted like code and read from the run's own out_dir only.
 
-A full one holds state/ (weights and moments by parameter name, the random state of each rank) and state.json (step,
+A full one holds state/ (weights and moments by parameter name, the random state of each rank), state.json (step,
 tokens, hashes, and what else a loop counts: schedules and the order of data are functions of the step, and where a loss
-has a scale it belongs in there). How such a folder is published, verified and found again: engine/manifest.py.
+has a scale it belongs in there) and the run's config.json and inputs.json, which say whose it is. How such a folder is
+published, verified and found again: engine/manifest.py.
 
 A full save may go on in the background: the state is copied, training goes on, and a thread writes the copy, publishes
 it and only then removes older ones. Its ranks talk through a process group of their own: in the default group their
@@ -39,6 +40,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 # CheckpointException is a BaseException: `except Exception` would let it through.
 FAILURES = (OSError, SafetensorError, RuntimeError, CheckpointException)
 REFUSED = "one of its files could not be written"         # which a refusal has said before
+RECORD = ("config.json", "inputs.json")         # what a run is made with, see engine/run.py
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
@@ -152,10 +154,12 @@ def _new_folder(final):
 
 
 def _complete(temporary, final, name, text):
-    """The last files of a checkpoint, then its name. What the run was made with goes into each of them."""
+    """The last files of a checkpoint, then its name. What the run was made with goes into each of them: in short, and
+    into a full one all that a resume compares (engine/run.py)."""
     (temporary / name).write_text(text, encoding="utf-8")
-    if (final.parent / "config_hash.txt").exists():
-        shutil.copyfile(final.parent / "config_hash.txt", temporary / "config_hash.txt")
+    for made_with in ("config_hash.txt", *RECORD * (name == "state.json")):
+        if (final.parent / made_with).exists():
+            shutil.copyfile(final.parent / made_with, temporary / made_with)
     publish(temporary, final)
 
 
@@ -220,6 +224,11 @@ def resume(run_dir, modules, optimizers, setup, elsewhere="", trust_state=False)
     belong to a past that will not happen, and keep another name; half-written folders of a killed run are removed."""
     wait()
     folder = _newest_for_all(run_dir, setup)
+    if folder is None and (broken := steps_of(run_dir, "full")):
+        light = newest(run_dir, "light", verify, say=False) if setup.is_main else None
+        refuse_once(setup, f"no full checkpoint in {run_dir} is sound (steps {', '.join(map(str, broken))}), so the run can "
+                    f"not go on. Put a sound copy back; or remove {run_dir} and begin anew" + f"; or, in another --out_dir, "
+                    f"take the weights of {light} as --init_from" * bool(light))
     if folder is None and elsewhere:
         folder = Path(elsewhere)
         if problems := _faults_for_all(folder, setup):
@@ -238,6 +247,18 @@ def resume(run_dir, modules, optimizers, setup, elsewhere="", trust_state=False)
             shutil.rmtree(temporary)
     barrier(setup)
     return state
+
+
+def resume_problems(elsewhere, run_dir):
+    """A sentence when `elsewhere`, from which a run shall continue that has no full checkpoint yet, is none."""
+    if not elsewhere or steps_of(run_dir, "full") or (path := Path(elsewhere)).joinpath("state.json").exists():
+        return []
+    inside = [str(folder_of(each, "full", step)) for each in (path, *path.glob("*/"))
+              for step in steps_of(each, "full")[:1]]
+    what = ("does not exist" if not path.exists() else f"holds some: name one, {' or '.join(inside)}" if inside else
+            f"is a light one, which has weights only: --init_from={elsewhere}" if (path / "training.json").exists() else
+            "is none")
+    return [f"resume_from takes a full checkpoint (a folder full_NNNNNNNN), and {elsewhere} {what}"]
 
 
 def _newest_for_all(run_dir, setup):

@@ -138,7 +138,9 @@ def run_counted(config, shape, setup, step):
         with tracker:
             step(config, outer, micro_batches, setup)
             now = tracker.by_name()
-    held = rests[-1].get("temp", 0) if count > 1 == layout.pp else 0      # ZeRO-1's whole gradients, not yet reduced
+    # ZeRO-1's whole gradients, not yet reduced: in bf16 sums of its engine's own, in fp32 the parameters' gradients.
+    second = rests[-1] if count > 1 == layout.pp else {}
+    held = second.get("temp", 0)
     moments = {moment: components(tracker.by_name(peak), weights, held) for moment, peak in tracker.peaks.items()}
     unseen = (layout.n_micro - count) * waiting(config, shape, layout, setup.stage)
     for parts in moments.values():
@@ -146,7 +148,7 @@ def run_counted(config, shape, setup, step):
     rest = components(now, weights, 0)
     # Each logged step keeps a copy of the weights beside the states (Gauges.before_step).
     moments["optimizer"] = {**rest, "activations": 0, "gathers": weights}
-    return {**{name: rest[name] for name in STATES}, "gradients": max(rest["gradients"], held)}, moments
+    return {**{name: rest[name] for name in STATES}, "gradients": max(rest["gradients"], held, second.get("gradient", 0))}, moments
 
 
 def mark_moments(model, tracker, rests):

@@ -117,8 +117,17 @@ class Past:
 
 def decisions_of(run, state=None):
     """All roll-backs of a run so far, oldest first. A checkpoint's own list may lack the last ones, and knows them when
-    the file was lost."""
+    the file was lost. Refuses a file that says something else."""
     written = read_json(run / "rollbacks.json", {"rollbacks": []})["rollbacks"]
+    count = lambda number: type(number) is int and number >= 0
+    try:
+        sound = all(count(each["to"]) and 0 < each["lr_factor"] <= 1 and list(map(count, each["window"])) == [True, True]
+                    for each in map(dict, written))
+    except (TypeError, ValueError, KeyError):
+        sound = False
+    if not sound:
+        refuse(f"{run}/rollbacks.json is damaged: it says where the run went back, as 'to', 'window' and 'lr_factor'. "
+               "Put back a copy of it, or remove it: then what the newest full checkpoint knows of that counts.")
     return max(written, (state or {}).get("rollbacks", []), key=len)
 
 
@@ -148,12 +157,15 @@ def decide(deed, run, step, wrong, in_a_row, decisions, culprits, config):
     if not whole:
         refuse(*told, f"There is no full checkpoint to go back to (a smaller --save_full makes one earlier), {end}")
     began = max(0, step + 1 - max(config.rollback_window, in_a_row))       # the first step of the bad window
-    back = next((k for k in whole if k <= began), whole[0])
+    back = next((k for k in whole if k <= began), whole[-1])
     windows = windows_of(decisions)
     window = [plan_step(max(began, back), windows), plan_step(step, windows) + 1]
     decision = {"step": step + 1, "wrong": wrong, "to": back, "window": window, "lr_factor": config.rollback_lr,
                 "culprits": culprits}
     write_json(run / "rollbacks.json", {"rollbacks": [*decisions, decision]})
+    if back > began:
+        told.append(f"no full checkpoint lies before the {step + 1 - began} steps that are to be left out: what steps "
+                    f"{began + 1} to {back} have taught stays (save_full and keep decide how far checkpoints reach back)")
     print(*told, f"back to step {back}, without steps {window[0]} to {window[1] - 1} of the data's plan, the learning "
           f"rate times {config.rollback_lr:g} (roll-back {len(decisions) + 1} of {config.max_rollbacks})", sep="\n",
           flush=True)
@@ -168,7 +180,7 @@ def settle(run):
             folder = folder_of(run, kind, step)
             try:
                 known = len(json.loads((folder / name).read_bytes()).get("rollbacks", []))
-            except (OSError, ValueError):
+            except (OSError, ValueError, TypeError, AttributeError):
                 continue                # damaged; whoever reads it will find that
             if any(decision["to"] < step for decision in decisions[known:]):
                 abandon(folder)
@@ -184,7 +196,7 @@ def go_on(run, modules, moments, setup, config, data_hash=None, again=False):
         parallel.refuse_once(setup, f"no full checkpoint in {run} can be read, so there is no way back; the run ends")
     begin = {"step": 0, "tokens": 0, "data_hash": data_hash, "in_a_row": 0, "recent": [], "rollbacks": []}
     state = {**begin, **(found or {})}
-    decisions = parallel.from_main(decisions_of(run, state) if setup.is_main else None, setup)
+    decisions = parallel.from_main(on_main(lambda: decisions_of(run, state), setup), setup)
     if len(decisions) > len(state["rollbacks"]):        # the bad steps that were being counted will not happen
         state.update(rollbacks=decisions, in_a_row=0)
     return state

@@ -7,6 +7,7 @@ many steps it has done and which windows of the plan it went around (a roll-back
 """
 import contextlib
 import hashlib
+import os
 import queue
 import threading
 from pathlib import Path
@@ -115,11 +116,15 @@ def open_mixture(data_dir, data_mix, split, block_size, tokenizer_hash=None, reb
 def mix_problems(mix):
     """Sentences about what is wrong with a data_mix itself."""
     problems = [] if mix else ["data_mix is empty: name folders and their weights, {'data/a': 0.7, 'data/b': 0.3}"]
+    first = {}                              # {real path: how it was named}
     for folder, weight in mix.items():
         if not isinstance(folder, str):
             problems.append(f"data_mix: folders are texts, found {folder!r}")
-        if type(weight) not in (int, float) or not 0 < weight < float("inf"):
-            problems.append(f"data_mix: the weight of {folder!r} must be a number above 0, found {weight!r}")
+        elif (other := first.setdefault(os.path.realpath(folder), folder)) != folder:
+            problems.append(f"data_mix: {other!r} and {folder!r} are one folder: give it one weight")
+        if type(weight) not in (int, float) or not 0 < weight <= 1e300:         # sums stay finite
+            problems.append(f"data_mix: the weight of {folder!r} must be a number above 0, at most 1e300, "
+                            f"found {weight!r}")
     return problems
 
 

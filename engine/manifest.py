@@ -50,9 +50,9 @@ def abandon(folder):
     os.replace(folder, folder.with_name(f"{folder.name}.abandoned-{number}"))
 
 
-def verify(folder, part=0, parts=1):
+def verify(folder, part=0, parts=1, only=()):
     """Sentences about everything that is wrong with a folder's files; none when it is sound. Reads every byte, or of
-    every `parts`-th file, from the `part`-th on, where several processes divide the work."""
+    every `parts`-th file, from the `part`-th on, where several processes divide the work; or of the files `only`."""
     folder = Path(folder)
     if not (folder / "manifest.json").exists():
         return [f"{folder} has no manifest.json: its writing was interrupted"]
@@ -63,10 +63,11 @@ def verify(folder, part=0, parts=1):
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, AttributeError):      # a bit may flip in the manifest as well
         return [f"{folder}/manifest.json is damaged"]
-    if folder.name.startswith("full_") and not {"state.json", "state/.metadata"} <= listed.keys():
+    numbered = re.match(PREFIX["full"] + r"_(\d{8})", folder.name)
+    if numbered and not {"state.json", "state/.metadata"} <= listed.keys():
         return [f"{folder}/manifest.json lists no state: there is nothing to continue from"]
     problems = []
-    for name, (size, checksum) in list(listed.items())[part::parts]:
+    for name, (size, checksum) in [item for item in listed.items() if not only or item[0] in only][part::parts]:
         path = folder / name
         try:
             if not path.is_file():
@@ -77,7 +78,7 @@ def verify(folder, part=0, parts=1):
                 problems.append(f"{path} has other content than when it was written")
         except OSError as error:        # a disk that can not read its sectors any more
             problems.append(f"{path} can not be read: {error.strerror}")
-    if not problems and (numbered := re.match(r"full_(\d{8})", folder.name)):
+    if not problems and numbered:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):         # damaged, as another part finds
             step = json.loads((folder / "state.json").read_bytes())["step"]
             if step != int(numbered[1]):

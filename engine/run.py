@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from configurator import changed_keys
+from configurator import changed_keys, read_saved, refuse
 from engine import checkpoint, parallel
 from engine.alive import TRY_AGAIN
 from engine.checkpoint import on_main
 from engine.files import lock_folder, read_json, sha256_file, write_atomic, write_json
 from engine.layout import local
+from engine.manifest import folder_of, steps_of, verify
 from engine.parallel import refuse_once
 from engine.preflight import preflight
 
@@ -33,21 +34,7 @@ def open_run(config, stage, setup, n_params=0, in_full=0, **made_from):
     lock = on_main(lambda: lock_folder(folder), setup) or "held by rank 0"
     refuse_other_disk(folder, setup)
     leave_again(folder, setup)
-    changed = []
-    if (folder / "config.json").exists():
-        if not isinstance((before := read_json(folder / "config.json")).get("config"), dict):
-            refuse_once(setup, f"{folder}/config.json is not that of a run: choose another --out_dir")
-        changed = changed_keys(before, config)
-    if (folder / "inputs.json").exists():
-        before = read_json(folder / "inputs.json")
-        changed += [(f"{what} ({path}), content", before.get(what), prints[what]) for what, path in made_from.items()
-                    if before.get(what) != prints[what]]
-    if changed:
-        differences = [f"{folder} was begun with {key} = {old!r}, now it is {new!r}" for key, old, new in changed]
-        further = hasattr(config, "init_from") and f" To train further what it came to: also --init_from={folder}."
-        refuse_once(setup, *differences,
-                    "Give the old value to continue that run, or start anew: remove the folder, or give another "
-                    f"--out_dir.{further or ''}")
+    on_main(lambda: refuse(*begun_otherwise(folder, config, prints, made_from)), setup)
     if (folder / "result.json").exists():
         setup.say(f"{folder}: already done; to do it anew, remove the folder or choose another --out_dir")
         parallel.finish(setup)
@@ -55,6 +42,37 @@ def open_run(config, stage, setup, n_params=0, in_full=0, **made_from):
     parallel.barrier(setup)             # nobody writes before everybody has compared
     on_main(lambda: record(config, folder, prints), setup)
     return folder, lock
+
+
+def begun_otherwise(folder, config, prints, made_from):
+    """Sentences that refuse to go on in a run's folder: it, or a full checkpoint in it, is of other settings or inputs,
+    or nothing says of which. Of damaged checkpoints nothing: resume skips them and says so."""
+    def differences(place):
+        saved, inputs = read_saved(place / "config.json"), read_json(place / "inputs.json", missing=prints)
+        changed = [("script", saved["script"], config.script)] * (saved["script"] != config.script)
+        changed += changed_keys(saved, config) if not changed else []
+        changed += [(f"{what} ({path}), content", inputs.get(what), prints[what]) for what, path in made_from.items()
+                    if inputs.get(what) != prints[what]]
+        return [f"{place} was begun with {key} = {old!r}, now it is {new!r}" for key, old, new in changed]
+
+    further = hasattr(config, "init_from") and f" To train further what it came to: also --init_from={folder}."
+    advice = ("Give the old value to continue that run, or start anew: remove the folder, or give another "
+              f"--out_dir.{further or ''}")
+    known = (folder / "config.json").exists()
+    if known and (found := differences(folder)):
+        return [*found, advice]
+    fulls = [folder_of(folder, "full", step) for step in steps_of(folder, "full")]
+    fulls = [full for full in fulls if not verify(full, only=("state.json", *checkpoint.RECORD))]
+    foreign = [sentence for full in fulls for sentence in (
+        differences(full) if (full / "config.json").exists() else [f"{full} does not say which run it is of"])]
+    if foreign:
+        advice = ("What is another run's, move away: train.py continues from it with --resume_from, in a new --out_dir. "
+                  + advice)
+    elif not known and (folder / "result.json").exists() and not fulls:
+        foreign = [f"{folder} holds a finished run, and nothing there says which: its config.json is missing"]
+    elif not known and fulls and not foreign:
+        print(f"note: {folder}/config.json is missing; the full checkpoints say that they are of this run")
+    return foreign and [*foreign, advice]
 
 
 def may_requeue(folder, done):
@@ -157,7 +175,7 @@ def end_step(run, done, total, config, modules, optimizers, tokenizer, facts, se
         monitor.log(done, save_seconds=saving)
     if leaving and done < total:
         checkpoint.wait()
-        setup.say(f"asked to leave: step {done} is saved in {checkpoint.folder_of(run, 'full', done)}, the same command "
+        setup.say(f"asked to leave: step {done} is saved in {folder_of(run, 'full', done)}, the same command "
                   "continues")
         monitor.close()
         on_main(lambda: may_requeue(run, done), setup)

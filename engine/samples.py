@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import refuse
+from configurator import read_saved, refuse
 from engine.files import FORMAT_VERSION, open_to_append, read_json
 from engine.loader import open_mixture, plan_step
-from engine.manifest import folder_of, steps_of
+from engine.manifest import folder_of, steps_of, verify
 
 
 def path_of(run_dir, rank):
@@ -45,34 +45,49 @@ def log_sample(file, attempt, done, plan, blocks, setup):
 
 
 def read_samples(path):
-    """{step: line} of one rank: of each step the last line, and none that a later line went back behind."""
+    """{step: line} of one rank: of each step the last line, and none that a later line went back behind. What is no such
+    line is left out: half of one, where a run was killed, or a damaged one."""
     lines = {}
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
         for text in file:
-            with contextlib.suppress(ValueError):               # half a line, where a run was killed
+            with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
                 line = json.loads(text)
+                blocks, share = line["blocks"], line["share"]
+                numbers = [line["attempt"], line["step"], line["plan"], line["world"], *blocks, *share]
+                if {*map(type, numbers)} != {int} or len(share) != 2 or min(share[1], line["world"]) < 1:
+                    continue
                 while lines and next(reversed(lines)) >= line["step"]:
                     lines.popitem()
-                lines[line["step"]] = {**line, "blocks": np.array(line["blocks"])}
+                lines[line["step"]] = {**line, "blocks": np.array(blocks)}
     return lines
 
 
-def order_problems(run_dir):
-    """Proves from the sample logs that a run of train.py took exactly the planned blocks in every step up to its newest
-    full checkpoint, and says so; -> else a sentence about the first wrong step. Refuses where there is nothing to prove.
+def order_problems(folder):
+    """Proves from the sample logs that a run of train.py, in this folder or out_dir, took exactly the planned blocks in
+    every step up to its newest full checkpoint, and says so; -> else a sentence about the first wrong step. Refuses where
+    there is nothing to prove.
 
     The plan is computed anew from config.json, the token shards, and the windows that the checkpoint says were skipped.
     Of a step that was done more than once the last time counts, by however many processes: that is what the weights have
     learned. Steps behind the checkpoint are not looked at, since they will be done again."""
-    run = Path(run_dir)
-    saved = [step for step in steps_of(run, "full") if (folder_of(run, "full", step) / "manifest.json").exists()]
+    run = next((path for path in (Path(folder), Path(folder, "pretrain")) if (path / "config.json").exists()), None)
+    if run is None:
+        refuse(f"--order={folder}: no run there. Expected an out_dir with pretrain/ in it, or that folder, with a "
+               "config.json.")
+    record = read_saved(run / "config.json")
+    if record["script"] != "train":
+        refuse(f"{run} is a run of {record['script']}.py; only train.py keeps a record of which blocks it took")
+    saved = [step for step in steps_of(run, "full") if not verify(folder_of(run, "full", step), only=["state.json"])]
     refuse(*(f"{run} has no {what}" for what, there in (
-        ("config.json: it is no folder of a run", (run / "config.json").exists()),
         ("full checkpoint yet: no step is final", saved),
         ("samples/: it was run without --log_samples=True", (run / "samples").is_dir())) if not there))
-    config, state = read_json(run / "config.json")["config"], read_json(folder_of(run, "full", saved[0]) / "state.json")
+    config, state = record["config"], read_json(folder_of(run, "full", saved[0]) / "state.json")
+    numbers = [config[name] for name in ("block_size", "batch_tokens", "seed")]
+    if {*map(type, numbers)} != {int} or not 0 < numbers[0] <= numbers[1] or not (
+            isinstance(config["data_dir"], str) and isinstance(config["data_mix"], dict | None)):
+        refuse(f"{run}/config.json is damaged: block_size, batch_tokens, seed, data_dir or data_mix is none that trains")
     data = open_mixture(config["data_dir"], config["data_mix"], "train", config["block_size"])
-    if data.data_hash[:16] != (was := read_json(run / "inputs.json")["data"].split()[0]):
+    if data.data_hash[:16] != (was := str(read_json(run / "inputs.json")["data"])[:16]):
         return [f"the token shards that {run} was made from are gone: their hash was {was}, now it is {data.data_hash[:16]}"]
     windows = [decision["window"] for decision in state.get("rollbacks", [])]
     log_of = functools.cache(lambda rank: read_samples(path_of(run, rank)))
@@ -99,7 +114,7 @@ def step_problem(lines, plan, planned):
                     f"{lines[0]['attempt']} as one of {len(lines)}")
         if line["plan"] != plan:
             return f"rank {rank} was in step {line['plan']} of the plan, it should have been {plan}"
-        share, shares = line.get("share", (rank, len(lines)))           # ranks that hold one model together have one share
+        share, shares = line["share"]                               # ranks that hold one model together have one share
         shared.append((share, shares))
         expected = planned[share::shares]
         if len(line["blocks"]) != len(expected):

@@ -23,7 +23,7 @@ import numpy as np
 import zstandard
 
 from configurator import refuse
-from engine.files import publish, read_json, write_atomic, write_json
+from engine.files import intact, publish, read_json, write_atomic, write_json
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -135,6 +135,25 @@ def write_index(folder, tokenizer, splits, **origin):
 # --------------------------------------------------------------------------------------------------------------------
 # Reading tokens
 
+READ_AT_START = 2**28       # bytes of a split up to which its files are compared with their checksums at each start
+
+
+def changed_files(folder, files):
+    """Sentences about those of these files, entries of an index, that are not as they were written. Reads every byte."""
+    paths = [Path(folder) / file["name"] for file in files]
+    return [f"{path} " + ("has other content than index.json says" if path.is_file() else "is missing")
+            for path, file in zip(paths, files) if not intact(folder, {path.name: file["sha256"]})]
+
+
+def shard_problems(folder):
+    """The same about all files of a tokens/ folder."""
+    try:
+        splits = read_json(Path(folder) / "index.json")["splits"].values()
+        return changed_files(folder, [file for split in splits for file in (*split["files"], split["offsets"])])
+    except (AttributeError, TypeError) as error:
+        return [f"{folder}/index.json is damaged ({error})"]
+
+
 class TokenData:
     """The token stream of one split: shard files joined into one sequence of n_tokens ids.
 
@@ -176,8 +195,22 @@ class TokenData:
         if not self.n_tokens == self.starts[-1] == self.offsets[-1]:
             self.refuse(f"index.json is damaged: n_tokens = {self.n_tokens}, the files of '{split}' have {self.starts[-1]} and "
                         f"its documents end at {self.offsets[-1]}")
-        checksums = [file["sha256"] for file in entry["files"]] + [entry["offsets"]["sha256"]]
+        listed = [*entry["files"], entry["offsets"]]
+        self._compare(listed)
+        checksums = [file["sha256"] for file in listed]
         self.data_hash = hashlib.sha256("".join(checksums).encode()).hexdigest()
+
+    def _compare(self, listed):
+        """With the checksums, where that takes no time; of more data it is said which are newer than their index."""
+        stats = {file["name"]: (self.folder / file["name"]).stat() for file in listed}
+        newer = [name for name, stat in stats.items() if stat.st_mtime > (self.folder / "index.json").stat().st_mtime]
+        if sum(stat.st_size for stat in stats.values()) <= READ_AT_START:
+            if problems := changed_files(self.folder, listed):
+                self.refuse("; ".join(problems))
+        elif newer and os.environ.get("RANK", "0") == "0":
+            print(f"note: {newer[0]} and {len(newer) - 1} more files in {self.folder} are newer than index.json: changed or "
+                  f"copied since. python doctor.py --verify={self.folder} compares them with it; touch index.json ends "
+                  "this note", flush=True)
 
     def refuse(self, problem):
         refuse(f"{self.folder}: {problem}. Make the shards anew with\n    {self.rebuild}")

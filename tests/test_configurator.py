@@ -396,3 +396,13 @@ def test_of_two_scripts_with_one_name_each_has_its_own_keys():
     keys = {name: configurator.read_schemas(configurator.ROOT / name)["train"] for name in ("train.py", "bench/train.py")}
     assert "max_steps" in keys["train.py"] and "nanogpt" in keys["bench/train.py"]
     assert "nanogpt" not in keys["train.py"] and "max_steps" not in keys["bench/train.py"]
+
+
+def test_a_key_that_a_dict_has_twice_is_refused(tmp_path, capsys):
+    file = tmp_path / "twice.py"
+    file.write_text("seed = 2\ndata_mix = {'data/a': 0.5,\n            'data/a': 0.5}\n")
+    for word in (str(file), "--data_mix={'data/a': 0.5, 'data/a': 0.5}"):
+        with pytest.raises(SystemExit) as stop:
+            configure({"__file__": str(configurator.ROOT / "train.py")}, [word])
+        said = capsys.readouterr().err
+        assert stop.value.code == 2 and "the key 'data/a' is there twice" in said and word in said

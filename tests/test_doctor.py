@@ -141,3 +141,10 @@ def test_nothing_to_do_is_said(capsys, tmp_path):
     assert run(capsys, f"--diff={tmp_path}")[0] == 2
     code, said = run(capsys, f"--diff={tmp_path},{tmp_path}")
     assert code == 2 and "no run there that can be compared" in said
+    code, said = run(capsys, f"--order={tmp_path}")
+    assert code == 2 and f"--order={tmp_path}: no run there" in said and "log_samples" not in said
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"script": "train", "config": [], "versions": 1}')
+    code, said = run(capsys, f"--diff={tmp_path}/one,{tmp_path}/two")
+    assert code == 2 and "'config' must be a dict, found []" in said and "'versions' must be a dict, found 1" in said

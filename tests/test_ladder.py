@@ -1,4 +1,5 @@
 """What is done about a bad step: the rules on made-up numbers, and a roll-back's bookkeeping on real folders."""
+import json
 import math
 
 import pytest
@@ -97,6 +98,43 @@ def test_one_roll_back_after_another(tmp_path, capsys):
     assert (third[2]["to"], third[2]["window"]) == (8, [10, plan_step(13, ladder.windows_of(second)) + 1])
     ladder.settle(tmp_path)
     assert names().count("full_00000012") == 0 and "full_00000012.abandoned-2" in names()
+
+
+def test_checkpoints_that_do_not_reach_back_before_the_window(tmp_path, capsys):
+    """The oldest is taken, and it is said what its weights have seen of the window."""
+    for step in (11, 12, 13):
+        checkpoint(tmp_path, "full", step, rollbacks=[])
+    [decision] = decide(tmp_path, 14, rollback_window=6)                # steps 9 to 14 are to be left out, from 0
+    assert (decision["to"], decision["window"]) == (11, [11, 15])
+    assert "before the 6 steps that are to be left out: what steps 10 to 11 have taught stays" in capsys.readouterr().out
+    [decision] = decide(tmp_path, 14, rollback_window=4)                # 11 to 14
+    assert (decision["to"], decision["window"]) == (11, [11, 15]) and "taught" not in capsys.readouterr().out
+
+
+GOOD = {"to": 4, "window": [1, 2], "lr_factor": 0.8}
+FORMS = [b"\xff\xfe", b"[]", b"5", b'{"rollbacks"', b"{}", *(json.dumps({"rollbacks": odd}).encode() for odd in (
+    5, None, "ab", [5], [[]], [None], [{}], *([{**GOOD, **odd}] for odd in (
+        dict(to="4"), dict(to=-1), dict(window=5), dict(window=[1]), dict(window=["a", "b"]), dict(window=None),
+        dict(lr_factor="0.8"), dict(lr_factor=0), dict(lr_factor=2), dict(lr_factor=None)))))]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=[form[:70].decode("latin-1") for form in FORMS])
+def test_roll_backs_of_another_form_are_a_sentence(tmp_path, capsys, form):
+    (tmp_path / "rollbacks.json").write_bytes(form)
+    with pytest.raises(SystemExit) as end:
+        ladder.settle(tmp_path)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and str(tmp_path / "rollbacks.json") in said
+
+
+@pytest.mark.parametrize("form", [b"\xff", b"[]", b"5", b'{"rollbacks": 5}', b'{"roll'])
+def test_a_damaged_checkpoint_does_not_end_a_roll_back(tmp_path, form):
+    """Which damage it is, the one says who reads all of it."""
+    write_json(tmp_path / "rollbacks.json", {"rollbacks": [GOOD]})
+    damaged, behind = (checkpoint(tmp_path, "full", step, rollbacks=[]) for step in (8, 9))
+    (damaged / "state.json").write_bytes(form)
+    ladder.settle(tmp_path)
+    assert damaged.exists() and not behind.exists()
 
 
 def test_the_end_of_the_ladder(tmp_path, capsys):

@@ -4,6 +4,7 @@ import heapq
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 
 from engine.files import open_to_append, write_json
 from engine.loader import Mixture, in_thread, interleave, open_mixture, plan_step, read_ahead
+from engine.manifest import publish
 from engine.parallel import my_share
 from engine.samples import log_sample, open_samples, order_problems, path_of, read_samples
 from engine.shards import ShardWriter, TokenData, batch, step_blocks, write_index
@@ -134,6 +136,13 @@ def test_all_that_is_wrong_with_a_mixture_is_said_at_once(tmp_path, capsys):
     assert "data_mix is empty" in said({})
     message = said({good: 0, other: "half", 7: 1.0, "x": float("nan"), "y": True})
     assert message.count("must be a number above 0") == 4 and "folders are texts, found 7" in message
+    message = said({good: 1e308, other: float("inf"), "x": -1, "y": 10 ** 400, "z": 1})
+    assert message.count("must be a number above 0, at most 1e300") == 4
+    (tmp_path / "link").symlink_to(good)
+    message = said({good: 1, f"{good}/": 1, str(tmp_path / "link"): 1})
+    assert message.count("are one folder") == 2 and f"{good + '/'!r}" in message
+    data = open_mixture(good, {good: 1e300, str(shards(tmp_path / "more", 41)): 1e-300}, "train", 8, WORDS.hash)
+    assert set(data.source_of(data.step_blocks(10 ** 9, 100, 1))) == {0}
     message = said({good: 1, other: 1, str(tmp_path / "none"): 1})
     assert "b" * 64 in message and "no index.json" in message
     assert f"python prepare_data.py --data_dir={other}" in message and f"--data_dir={tmp_path}/none" in message
@@ -270,7 +279,7 @@ def test_reading_a_large_shard_takes_no_memory(tmp_path):
     np.memmap(folder / "tokens" / entry["offsets"]["name"], "<u8", "r+")[-1] = n_tokens
     told = subprocess.run([sys.executable, "-c", RESIDENT.format(root=str(ROOT), folder=str(folder))], capture_output=True,
                           text=True, check=True).stdout
-    before, most = map(float, told.split())
+    before, most = map(float, told.splitlines()[-1].split())
     print(f"{before:.0f} MB before, {most:.0f} MB at most")
     assert most - before < 30
 
@@ -295,11 +304,13 @@ def run_folder(tmp_path, saved, rollbacks=()):
     """What train.py leaves behind, without the training; -> (folder, the Mixture)."""
     folder, run = shards(tmp_path / "data", 401), tmp_path / "run"
     data = open_mixture(str(folder), None, "train", 8)
-    write_json(run / "config.json", {"config": {"data_dir": str(folder), "data_mix": None, "block_size": 8, "seed": 1,
-                                                "batch_tokens": 96}})
+    write_json(run / "config.json", {"script": "train", "versions": {}, "environment": {}, "config": {
+        "data_dir": str(folder), "data_mix": None, "block_size": 8, "seed": 1, "batch_tokens": 96}})
     write_json(run / "inputs.json", {"data": f"{data.data_hash[:16]} {WORDS.hash[:16]}"})
-    write_json(run / f"full_{saved:08d}" / "state.json", {"step": saved, "rollbacks": list(rollbacks)})
-    write_json(run / f"full_{saved:08d}" / "manifest.json", {})
+    full = run / f"full_{saved:08d}"
+    write_json(full.with_suffix(".tmp") / "state.json", {"step": saved, "rollbacks": list(rollbacks)})
+    write_json(full.with_suffix(".tmp") / "state" / ".metadata", {})
+    publish(full.with_suffix(".tmp"), full)
     return run, data
 
 
@@ -369,8 +380,54 @@ def test_the_first_wrong_step_is_named(tmp_path):
     assert "token shards" in order_problems(run)[0]
 
 
-def test_nothing_to_prove_is_said(tmp_path, capsys):
+def refused(capsys, *arguments):
     with pytest.raises(SystemExit) as stop:
-        order_problems(tmp_path)
-    told = capsys.readouterr().err
-    assert stop.value.code == 2 and all(word in told for word in ("config.json", "full checkpoint", "log_samples"))
+        order_problems(*arguments)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_nothing_to_prove_is_said(tmp_path, capsys):
+    said = refused(capsys, tmp_path / "none")
+    assert f"--order={tmp_path}/none: no run there" in said and "log_samples" not in said
+    run, _ = run_folder(tmp_path, 4)
+    shutil.rmtree(run / "full_00000004")
+    said = refused(capsys, run)
+    assert "no full checkpoint yet" in said and "--log_samples=True" in said
+    saved = json.loads((run / "config.json").read_text())
+    write_json(run / "config.json", {**saved, "script": "sft"})
+    assert "is a run of sft.py" in refused(capsys, run)
+
+
+@pytest.mark.parametrize("form", [b"\xff\xfe", b"[]", b"{", b"5", b"{}", b'{"config": 5}'])
+def test_a_config_of_another_form_is_a_sentence(tmp_path, capsys, form):
+    run, _ = run_folder(tmp_path, 4)
+    (run / "samples").mkdir()
+    (run / "config.json").write_bytes(form)
+    assert str(run / "config.json") in refused(capsys, run)
+
+
+@pytest.mark.parametrize("changed", [dict(block_size=0), dict(block_size="8"), dict(batch_tokens=None), dict(seed=[1]),
+                                     dict(data_dir=5), dict(data_mix=[1]), dict(batch_tokens=7)])
+def test_values_of_another_form_are_a_sentence(tmp_path, capsys, changed):
+    run, _ = run_folder(tmp_path, 4)
+    (run / "samples").mkdir()
+    saved = json.loads((run / "config.json").read_text())
+    write_json(run / "config.json", {**saved, "config": {**saved["config"], **changed}})
+    assert "config.json is damaged: block_size" in refused(capsys, run)
+
+
+BAD_LINES = [b"5", b"[1]", b"\xff\xfe", b'{"step": 3}', b"[" * 100_000, *(
+    json.dumps({**dict(attempt=1, step=3, plan=2, rank=0, world=1, share=[0, 1], blocks=[1]), **changed}).encode()
+    for changed in (dict(step="3"), dict(blocks=[[1], 2]), dict(blocks=None), dict(blocks=["1"]), dict(blocks=[10 ** 30]),
+                    dict(share=[0, 0]), dict(share=5), dict(share=[0]), dict(world=0), dict(world="1"), dict(plan=None)))]
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=[line[:60].decode("latin-1") for line in BAD_LINES])
+def test_a_line_of_another_form_is_no_proof_and_no_error(tmp_path, line):
+    run, data = run_folder(tmp_path, 4)
+    attempt(run, data, 1, 1, 1, 4)
+    lines = path_of(run, 0).read_bytes().splitlines()
+    path_of(run, 0).write_bytes(b"\n".join([*lines[:2], line, *lines[3:]]) + b"\n")
+    [said] = order_problems(run)
+    assert "of 4 steps, number 3 is the first wrong one: rank 0 " in said

@@ -26,6 +26,7 @@ SHAPE = ("--n_layer=4 --n_head=8 --n_kv_head=8 --n_embd=512 --n_inner=1408 --blo
 # name: (GPUs, keys, numbers that a rank has of each parameter's weights, gradients and moments)
 LAYOUTS = {
     "one": (1, "", (1, 1, 2)), "ddp": (8, "", (1, 1, 2)), "zero1": (8, "--parallel=fsdp --zero=1", (1 / 8, 1, 1 / 4)),
+    "zero1 fp32": (8, "--parallel=fsdp --zero=1 --dtype=fp32", (1 / 8, 1, 1 / 4)),
     "zero2": (8, "--parallel=fsdp --zero=2", (1 / 8, 1 / 8, 1 / 4)), "zero3": (8, "--parallel=fsdp", (1 / 8, 1 / 8, 1 / 4)),
     "hsdp": (8, "--parallel=fsdp --hsdp=2", (1 / 4, 1 / 4, 1 / 2)), "fp32": (8, "--parallel=fsdp --dtype=fp32", (1 / 8, 1 / 8, 1 / 4)),
     "selective": (8, "--parallel=fsdp --recompute=selective", (1 / 8, 1 / 8, 1 / 4)),

@@ -1,6 +1,7 @@
 """Runs that are continued: on one process and on two, elsewhere, from light checkpoints; and what a run's folder records."""
 import json
 import os
+import shutil
 
 import pytest
 
@@ -99,17 +100,48 @@ def test_a_full_checkpoint_from_outside_is_code_and_needs_trust(data, tmp_path):
     assert "full checkpoint" in told and "step_00000003" in told and "--resume_from" in told
     told = train(data, tmp_path / "mine", *extra, f"--resume_from={theirs}", code=2)
     assert f"{theirs} lies outside" in told and "--init_from" in told and "--trust_state=True" in told
-    mine = tmp_path / "mine" / "pretrain"
-    (mine / "full_00000003").symlink_to(theirs)                                 # inside by name only
-    assert "lies outside" in train(data, tmp_path / "mine", *extra, f"--resume_from={theirs}", code=2)
-    (mine / "full_00000003").unlink()
+    mine, linked = tmp_path / "mine" / "pretrain", tmp_path / "linked" / "pretrain"
+    linked.mkdir(parents=True)
+    (linked / "full_00000003").symlink_to(theirs)                               # inside by name only
+    assert "lies outside" in train(data, tmp_path / "linked", *extra, code=2)
     said = train(data, tmp_path / "mine", *extra, f"--resume_from={theirs}", "--trust_state=True")
     assert f"continuing from {theirs}, after step 3" in said
     assert same(weights(tmp_path / "mine", 6), weights(tmp_path / "theirs", 6))
     assert [record["step"] for record in read_log(mine)] == [4, 5, 6]
     own = ["--resume_from=" + str(tmp_path / "theirs/pretrain/full_00000006"), "--trust_state=True"]
     assert "max_steps" in train(data, tmp_path / "late", *extra, *own, code=2)   # there would be nothing left to do
+    wrong = {"none": "does not exist", "theirs": f"holds some: name one, {theirs.with_name('full_00000006')}",
+             "theirs/pretrain/step_00000006": "is a light one, which has weights only: --init_from=",
+             "theirs/pretrain/tensorboard": "is none"}
+    for name, why in wrong.items():
+        said = train(data, tmp_path / "typo", *extra, f"--resume_from={tmp_path / name}", code=2)
+        assert f"resume_from takes a full checkpoint (a folder full_NNNNNNNN), and {tmp_path / name} {why}" in said
+    assert not (tmp_path / "typo" / "pretrain" / "config.json").exists()        # the folder is not bound to what was refused
     with open(theirs / "state" / "__0_0.distcp", "r+b") as file:
         file.seek(1000), file.write(b"bit rot")
     said = train(data, tmp_path / "new", *extra, f"--resume_from={theirs}", "--trust_state=True", code=2)
     assert "other content than when it was written" in said
+
+
+def test_what_another_run_has_left_in_the_folder_is_not_continued_from(data, tmp_path):
+    """Its full checkpoint, put there by hand; and a folder whose config.json is lost, continued with other settings."""
+    extra = ["--max_steps=6", "--save_full=3", "--keep=0"]
+    train(data, tmp_path / "theirs", *extra, "--seed=7")
+    foreign = tmp_path / "mine" / "pretrain" / "full_00000003"
+    shutil.copytree(tmp_path / "theirs" / "pretrain" / "full_00000003", foreign)
+    said = train(data, tmp_path / "mine", *extra, code=2)
+    assert f"{foreign} was begun with seed = 7, now it is 1" in said
+    shutil.rmtree(foreign)
+    train(data, tmp_path / "mine", *extra)
+    for name in ("result.json", "config.json"):
+        (foreign.parent / name).unlink()
+    said = train(data, tmp_path / "mine", *extra, "--learning_rate=1e-3", code=2)
+    assert "learning_rate = 0.003, now it is 0.001" in said
+    said = train(data, tmp_path / "mine", *extra)
+    assert "config.json is missing; the full checkpoints say" in said and "continuing from" in said
+    assert (foreign.parent / "config.json").exists() and (foreign.parent / "result.json").exists()
+    start = tmp_path / "theirs" / "pretrain" / "step_00000006"
+    train(data, tmp_path / "third", *extra, f"--init_from={start}")
+    shutil.rmtree(start)
+    shutil.copytree(foreign.parent / "step_00000006", start)
+    assert f"model ({start}), content = " in train(data, tmp_path / "third", *extra, f"--init_from={start}", code=2)

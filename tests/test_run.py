@@ -55,6 +55,63 @@ def test_other_settings_and_other_inputs_are_refused_together(tmp_path, data, ca
     assert {path.name: path.read_text() for path in folder.glob("*.json")} == before
 
 
+def full_of(folder, config, data, step=4, **changed):
+    """A full checkpoint in a run's folder, as a run with these settings and inputs writes it; its own files are kept."""
+    kept = {name: (folder / name).read_bytes() for name in checkpoint.RECORD if (folder / name).exists()}
+    run.record(config, folder, {"data": fingerprint(data)})
+    made = checkpoint.save_full(folder, step, {"model": torch.nn.Linear(2, 2)}, {}, changed, ALONE)
+    for name in checkpoint.RECORD:
+        (folder / name).unlink()
+    for name, content in kept.items():
+        (folder / name).write_bytes(content)
+    return made
+
+
+@pytest.mark.parametrize("own_config", [True, False])
+def test_a_full_checkpoint_of_another_run_is_refused(tmp_path, data, capsys, own_config):
+    """Of other settings, other data, another stage; with and without the folder's own config.json. Not of a run whose
+    changes change nothing, and not a damaged one, which is skipped later."""
+    folder = tmp_path / "stage"
+    if own_config:
+        open_run(config_of(tmp_path), "stage", ALONE, data=data)[1].close()
+    full_of(folder, config_of(tmp_path, "--log_every=3", "--attention=fp32"), data)
+    open_run(config_of(tmp_path), "stage", ALONE, data=data)[1].close()
+    assert (f"{folder}/config.json is missing; the full" in capsys.readouterr().out) == (not own_config)
+    other = data.with_name("other.json")
+    other.write_text("two")
+    foreign = full_of(folder, config_of(tmp_path, "--seed=2"), other, step=6)
+    if not own_config:
+        (folder / "config.json").unlink()
+    said = refused(capsys, open_run, config_of(tmp_path), "stage", ALONE, data=data)
+    assert all(f"{foreign} was begun with {what}" in said for what in ("seed = 2, now it is 1", f"data ({data}), content"))
+    assert "move away" in said and "Give the old value" in said and "00004" not in said
+    (foreign / "config.json").write_text("damaged")
+    open_run(config_of(tmp_path), "stage", ALONE, data=data)[1].close()
+    sft = configure({"__file__": str(ROOT / "sft.py")}, [f"--out_dir={tmp_path}"])
+    full_of(folder, sft, data, step=8)
+    said = refused(capsys, open_run, config_of(tmp_path), "stage", ALONE, data=data)
+    assert "begun with script = 'sft', now it is 'train'" in said
+
+
+def test_what_says_nothing_of_its_run_is_refused(tmp_path, data, capsys):
+    full = checkpoint.save_full(tmp_path / "stage", 4, {"model": torch.nn.Linear(2, 2)}, {}, {}, ALONE)
+    for _ in range(2):
+        assert f"{full} does not say which run" in refused(capsys, open_run, config_of(tmp_path), "stage", ALONE, data=data)
+    (tmp_path / "done" / "stage").mkdir(parents=True)
+    (tmp_path / "done" / "stage" / "result.json").write_text("{}")
+    said = refused(capsys, open_run, config_of(tmp_path / "done"), "stage", ALONE, data=data)
+    assert "holds a finished run" in said and "config.json is missing" in said
+
+
+@pytest.mark.parametrize("form", [b"\xff\xfe", b"[]", b"{", b"5", b"{}", b'{"config": 5}', b'{"config": {}, "script": 1}',
+                                  b"[" * 10 ** 5])
+@pytest.mark.parametrize("name", ["config.json", "inputs.json"])
+def test_records_of_another_form_are_sentences(tmp_path, data, capsys, name, form):
+    open_run(config_of(tmp_path), "stage", ALONE, data=data)[1].close()
+    (tmp_path / "stage" / name).write_bytes(form)
+    assert str(tmp_path / "stage") in refused(capsys, open_run, config_of(tmp_path), "stage", ALONE, data=data)
+
+
 def test_fingerprint(tmp_path):
     for name in ("a.safetensors", "config.json", "training.log"):
         (tmp_path / name).write_text(name)

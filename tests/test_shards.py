@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import zstandard
 
+import doctor
+from configurator import configure
+from engine import shards
 from engine.files import write_json
 from engine.shards import (ShardWriter, TokenData, batch, dtype_for, n_blocks, permuted, read_documents, step_blocks,
                            write_index)
@@ -80,11 +83,12 @@ def test_another_tokenizer_is_refused_with_both_hashes_and_the_command(tmp_path,
     assert "a" * 64 in message and "b" * 64 in message and "python prepare_data.py config/x.py" in message
 
 
-def test_ids_that_are_no_tokens_and_an_index_without_keys_are_refused(tmp_path, capsys):
+def test_ids_that_are_no_tokens_and_an_index_without_keys_are_refused(tmp_path, capsys, monkeypatch):
     write(tmp_path, some_documents(30))
     content = bytearray((tmp_path / "train_00000.bin").read_bytes())
     content[101] = 0xff                     # the high byte of an id
     (tmp_path / "train_00000.bin").write_bytes(content)
+    monkeypatch.setattr(shards, "READ_AT_START", 0)
     data = TokenData(tmp_path, "train", rebuild="REBUILD")
     assert len(data.read(0, 50)) == 50
     with pytest.raises(SystemExit) as stop:
@@ -95,6 +99,36 @@ def test_ids_that_are_no_tokens_and_an_index_without_keys_are_refused(tmp_path, 
     with pytest.raises(SystemExit) as stop:
         TokenData(tmp_path, "train", rebuild="REBUILD")
     assert stop.value.code == 2 and "tokenizer_hash" in capsys.readouterr().err
+
+
+def test_changed_bytes_are_found(tmp_path, capsys, monkeypatch):
+    """One bit that stays within the vocabulary, in tokens and in offsets: at the start where there are few, by doctor.py
+    always; of many a note when the files are newer than the index."""
+    folder = tmp_path / "tokens"
+    write(folder, some_documents(30), splits=("train", "val"))
+    assert shards.shard_problems(folder) == []
+    victim = folder / "train_00000.bin"
+    content = bytearray(victim.read_bytes())
+    content[100] ^= 1
+    victim.write_bytes(content)
+    with pytest.raises(SystemExit) as stop:
+        TokenData(folder, "train", rebuild="REBUILD")
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and f"{victim} has other content than index.json says" in said and "REBUILD" in said
+    assert TokenData(folder, "val").n_docs
+    monkeypatch.setattr(shards, "READ_AT_START", 0)
+    os.utime(victim, (1, 1))
+    assert TokenData(folder, "train").n_docs and "note" not in capsys.readouterr().out
+    os.utime(victim, (2 ** 32, 2 ** 32))
+    assert TokenData(folder, "train").n_docs
+    said = capsys.readouterr().out
+    assert "note: train_00000.bin and 0 more files" in said and f"--verify={folder}" in said
+    (folder / "val_offsets.bin").unlink()
+    for path in (tmp_path, folder):
+        with pytest.raises(SystemExit) as stop:
+            doctor.main(configure(vars(doctor), [f"--verify={path}"]))
+        said = capsys.readouterr().out
+        assert stop.value.code == 1 and "2 found" in said and f"{folder}/val_offsets.bin is missing" in said
 
 
 @pytest.mark.parametrize("change, word", [
