@@ -335,12 +335,11 @@ def main(config):
 
     # 5. How well it does on text it has not seen. The report is written last and has the others' checksums: with it in
     # place and true, the folder is whole; after a kill anywhere before, it is not, and all is made again.
-    texts = list(read_texts(splits["val"]))
     report = {
         "vocab_size": tokenizer.vocab_size, "vocab_size_asked": config.vocab_size,
         "rows": -(-tokenizer.vocab_size // config.multiple_of) * config.multiple_of, "hash": tokenizer.hash,
         "config_hash": config.hash, "made_from": made_from, "words": len(words),
-        **reports.measure({"ours": tokenizer, **others}, texts,
+        **reports.measure({"ours": tokenizer, **others}, read_texts(splits["val"]),
                           {name: read_texts([file]) for name, file in spoken}, words),
     }
     write_atomic(folder / "report.md", reports.page(report))

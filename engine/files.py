@@ -114,7 +114,7 @@ def read_json(path, missing=None):
         obj = json.loads(Path(path).read_bytes().decode("utf-8"), object_hook=entries)
     except OSError as error:
         refuse(f"{path} cannot be read: {error.strerror}")
-    except ValueError as error:     # bad UTF-8 or bad JSON
+    except (ValueError, RecursionError) as error:     # bad UTF-8 or bad JSON
         refuse(f"{path} is damaged: {error}")
     if not isinstance(obj, dict):
         refuse(f"{path} holds a {type(obj).__name__}, expected an object with named values")

@@ -12,6 +12,7 @@ import prepare_data
 import sample
 import sft
 import train as train_script
+from bpe import report
 from configurator import configure
 from engine import chat, hf
 from engine.files import read_json
@@ -202,6 +203,10 @@ def test_text_in_nfc_gives_the_ids_of_transformers(real, request, tmp_path):
         assert ids == ours.encode(text) == theirs.encode(valid_unicode(text), add_special_tokens=False).ids, text
         assert again.decode(ids) == again.clean(text) and not set(ids) & set(again.specials.values())
     assert again.encode("e\u0301") == again.encode("\u00e9") and again.decode(again.encode("e\u0301")) == "\u00e9"
+    row = report.on_text(again, ["e\u0301"])
+    assert row["lossless"] is False and report.on_text(again, ["\u00e9"])["lossless"] is True
+    renamed = {**ours.words, "<x>": again.vocab_size}
+    assert again.hash != Tokenizer(ours.ranks, ours.pattern, ours.specials, ours.merges, nfc=True, words=renamed).hash
     assert again.hash == ours.hash != Tokenizer(ours.ranks, ours.pattern, ours.specials, ours.merges, words=ours.words).hash
     assert ours.words["<think>"] in again.encode("x<think>y")
 
