@@ -218,6 +218,7 @@ def train(words, n_merges, min_frequency=1, byte_order=BYTE_ORDER):
 def check(config, specials):
     """Refuses keys that make no sense, all at once."""
     files = [*config.inputs, *config.held_out, *(language.partition("=")[2] for language in config.languages)]
+    names = [language.partition("=")[0] for language in config.languages]
     pattern = pattern_of(config.pattern, config.digits, config.boundary)
     wrong = wrong_pattern(pattern)
     if not wrong and regex.compile(pattern).groups:
@@ -232,7 +233,9 @@ def check(config, specials):
              for key, known in choices.items() if getattr(config, key) not in known),
            *(f"special_tokens: {name!r} stands there twice, or is one of the usual"
              for name, times in Counter(specials).items() if times > 1),
-           *(["special_tokens: a name is empty"] if "" in specials else []),
+           *(f"special_tokens: {name!r} is no text" for name in specials if not name or valid_unicode(name) != name),
+           *(f"languages: the name {name!r} stands there twice, is empty or that of a kind of lines"
+             for name, times in Counter(["", *reports.KINDS, *names]).items() if times > 1),
            *config.outside(vocab_size=(smallest, 1 << 20), min_frequency=(1,), workers=(0,), digits=(1, 3), watch=(0,),
                            reserved_tokens=(0,), multiple_of=(1,)))
 
@@ -285,7 +288,8 @@ def main(config):
     counted_from = {"pattern": pattern, "prefix": prefix, "files": hashes(splits["train"])}
     made_from = {**counted_from, "vocab_size": config.vocab_size, "min_frequency": config.min_frequency,
                  "byte_order": config.byte_order, "specials": specials, "multiple_of": config.multiple_of,
-                 "report": hashes([*splits["val"], *others, *(file for _, file in spoken)])}
+                 "report": [*hashes([*splits["val"], *others, *(file for _, file in spoken)]), *others.values(),
+                            *(name for name, _ in spoken)]}
     made_from = json.loads(json.dumps(made_from))       # tuples as lists
     report = read_json(folder / "report.json", {})
     if not config.watch and report.get("made_from") == made_from and intact(folder, report["files"]):

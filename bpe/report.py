@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from configurator import refuse
 from engine.files import printable
 from engine.tokenizer import RANK_FILES, find_tokenizer, valid_unicode
 
@@ -28,12 +29,15 @@ def vocabularies(paths):
     """{file or folder: name} of the vocabularies that are named, or lie in the folders that are named."""
     found = {}
     for path in map(Path, paths):
-        inside = [path] if path.is_file() or find_tokenizer(path) else sorted(path.iterdir())
+        inside, before = [path] if path.is_file() or find_tokenizer(path) else sorted(path.iterdir()), len(found)
         for file in inside:
             ranks = file.suffix in (".tiktoken", ".bpe") and re.split(r"[_.]", file.name)[0] in RANK_FILES
             if file == path or ranks or ".model" in file.suffixes or file.is_dir() and find_tokenizer(file):
                 found[file] = file.name
-    return {find_tokenizer(file) or file: name for file, name in found.items()}
+        if len(found) == before:
+            refuse(f"compare: there is no vocabulary in {path}, or it is named twice.")
+    names = [*found.values(), "ours"]
+    return {find_tokenizer(file) or file: name if names.count(name) == 1 else str(file) for file, name in found.items()}
 
 
 def thinned(texts, most):

@@ -813,9 +813,17 @@ def test_files_to_learn_from_and_wrong_ones(run, tmp_path, capsys):
     assert report["held_out"][0]["bytes"] == 3 and b" low" in Tokenizer.load(run.folder).ranks
     assert run("--vocab_size=300", f"--inputs={tmp_path}/a.txt")[0]["held_out"][0]["documents"] == 0
     with pytest.raises(SystemExit) as stop:
-        run("--inputs=nowhere.txt", "--languages=de", "--boundary=x", "--digits=4", "--special_tokens=<|eos|>",
-            "--byte_order=y")
+        run("--inputs=nowhere.txt", "--languages=de,de,code=", "--boundary=x", "--digits=4",
+            "--special_tokens=<|eos|>,\udcff", "--byte_order=y")
     said = capsys.readouterr().err
     assert stop.value.code == 2 and all(word in said for word in (
         "nowhere.txt", "(no name)", "boundary must be one of space, marker, none", "digits must be from 1 to 3",
-        "'<|eos|>' stands", "byte_order"))
+        "'<|eos|>' stands", "byte_order", "is no text", "name 'de' stands", "name 'code' stands"))
+    for name in ("a", "b"):
+        make_tokenizer([]).save(tmp_path / name / "ours")
+    (tmp_path / "empty").mkdir()
+    found = reports.vocabularies([tmp_path / "a", tmp_path / "b" / "ours"])              # none takes our place
+    assert list(found.values()) == [str(tmp_path / "a" / "ours"), str(tmp_path / "b" / "ours")]
+    with pytest.raises(SystemExit) as stop:
+        reports.vocabularies([tmp_path / "a", tmp_path / "empty"])
+    assert stop.value.code == 2 and "no vocabulary" in capsys.readouterr().err
