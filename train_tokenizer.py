@@ -251,7 +251,10 @@ def read_texts(files):
     matter. (A part is a document for itself: no piece crosses its border.)"""
     for file in files:
         if str(file).endswith(".jsonl.zst"):
-            yield from (document["text"] for document in read_jsonl_zst(file))
+            for line, document in enumerate(read_jsonl_zst(file), 1):
+                if not isinstance(document, dict) or not isinstance(document.get("text"), str):
+                    refuse(f'{file}, line {line}: expected an object with a "text", found {str(document)[:60]!r}')
+                yield document["text"]
             continue
         with open(file, encoding="utf-8", errors="replace", newline="") as text:
             part = ""

@@ -220,14 +220,14 @@ class Tokenizer:
         self.missing = b""      # bytes that are no tokens, and are passed over
         # The specials must be known to tiktoken (an Encoding without any is a quarter slower), but encode_ordinary, the
         # only entry that we use, never produces them.
+        self.rank_of = rank_of = {token: rank for rank, token in enumerate(ranks) if token} if model is None else {}
+        named = [*specials.items(), *self.words.items()]
+        refuse(*(f"the token {name!r} would have the id {id}, which {ranks[id]!r} has"
+                 for name, id in named if id < len(ranks) and ranks[id]),
+               *(f"{name!r} is a special token and an ordinary one: of two ids for one text readers take either"
+                 for name in specials if name.encode() in rank_of),
+               *(["two special tokens have one id"] if len({id for _, id in named}) < len(named) else []))
         if model is None:
-            self.rank_of = rank_of = {token: rank for rank, token in enumerate(ranks) if token}
-            named = [*specials.items(), *self.words.items()]
-            refuse(*(f"the token {name!r} would have the id {id}, which {ranks[id]!r} has"
-                     for name, id in named if id < len(ranks) and ranks[id]),
-                   *(f"{name!r} is a special token and an ordinary one: of two ids for one text readers take either"
-                     for name in specials if name.encode() in rank_of),
-                   *(["two special tokens have one id"] if len({id for _, id in named}) < len(named) else []))
             self.engine = tiktoken.Encoding("teardown", pat_str=pattern, mergeable_ranks=rank_of,
                                             special_tokens=specials)
             self.missing = bytes(byte for byte in range(256) if bytes([byte]) not in rank_of)

@@ -152,6 +152,17 @@ def test_special_tokens_that_text_would_become_and_files_that_are_none(own, tmp_
             Tokenizer.load(folder)
         said = capsys.readouterr().err
         assert stop.value.code == 2 and ("'[X]'" in said or "not a SentencePiece model" in said)
+    for odd, reason in (('{"x": "y"}', "the id 'y'"), ('{"x": 1000000000000}', "below 2**20"), ('{"x": -1}', "below"),
+                        ('{"x": 700, "y": 700}', "one id")):
+        (tmp_path / "added_tokens.json").write_text(odd)
+        with pytest.raises(SystemExit) as stop:
+            Tokenizer.load(written(tmp_path, own))
+        assert stop.value.code == 2 and reason in capsys.readouterr().err
+    (tmp_path / "added_tokens.json").unlink()
+    for key, odd in (("added_tokens_decoder", {"5": 7}), ("added_tokens_decoder", 5), ("bos_token", [])):
+        with pytest.raises(SystemExit) as stop:
+            Tokenizer.load(written(tmp_path, own, **{key: odd}))
+        assert stop.value.code == 2 and key in capsys.readouterr().err
     (tmp_path / "added_tokens.json").write_text('{"<|end|>": 700}')
     added = Tokenizer.load(written(tmp_path, own))
     assert added.special("<|end|>") == 700 and added.vocab_size == 701 and 700 not in added.encode("<|end|>")

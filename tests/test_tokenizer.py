@@ -130,8 +130,8 @@ def test_one_endless_piece_takes_no_quadratic_time():
 @pytest.mark.parametrize("many", [1, 48])
 def test_counts_beyond_32_bits(many, monkeypatch):
     monkeypatch.setattr(merging, "MANY", many)
-    words = {b"ab": 2**31, b"ab ": 2**31, b"cd": 2**32 - 1, b"ef": 2**62}
-    assert train(words, 3) == train_slowly(words, 3)
+    for words in ({b"ab": 2**31, b"ab ": 2**31, b"cd": 2**32 - 1, b"ef": 2**62}, {b"ab": 7, b"cd": 2**31, b"e": 1}):
+        assert train(words, 3) == train_slowly(words, 3)
 
 
 @pytest.mark.parametrize("size", [4096, 32000])
@@ -717,6 +717,10 @@ def test_each_key_and_file_that_matters_is_noticed_and_no_other(run, tmp_path):
     assert again[0]["kinds"]["de"]["ours"]["bytes"] == 18 and again[0]["hash"] == first["hash"]
     other.write_text("\n".join([*ranks, "c2Vl 256"]))                                      # see
     assert "already done" not in (again := run(*words))[1] and again[0]["held_out"][1]["tokens"] == 4
+    write_documents(tmp_path / "data", ["see we others"], ["see we"])                       # the same names
+    assert "already done" not in (again := run(*words))[1] and again[0]["words"] == 3 != first["words"]
+    train_tokenizer.save_counts(other, [b"a", b" b"], [2**40, 1], first["made_from"])
+    assert train_tokenizer.load_counts(other, first["made_from"]) == ([b"a", b" b"], [2**40, 1])
 
 
 @pytest.mark.parametrize("pattern, reason", [
@@ -822,6 +826,12 @@ def test_files_to_learn_from_and_wrong_ones(run, tmp_path, capsys):
     for name in ("a", "b"):
         make_tokenizer([]).save(tmp_path / name / "ours")
     (tmp_path / "empty").mkdir()
+    for document in ({"text": 5}, {"nope": "x"}, ["text"]):
+        lines = json.dumps({"text": "low"}) + "\n" + json.dumps(document)
+        (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+        with pytest.raises(SystemExit) as stop:
+            run(f"--inputs={tmp_path}/c.jsonl.zst")
+        assert stop.value.code == 2 and "c.jsonl.zst, line 2: expected" in capsys.readouterr().err
     found = reports.vocabularies([tmp_path / "a", tmp_path / "b" / "ours"])              # none takes our place
     assert list(found.values()) == [str(tmp_path / "a" / "ours"), str(tmp_path / "b" / "ours")]
     with pytest.raises(SystemExit) as stop:
