@@ -415,6 +415,15 @@ def test_saved_and_loaded_again(tokenizer, tmp_path):
     assert Tokenizer.load(tmp_path / "one" / "tokenizer.json").vocab_size == tokenizer.vocab_size
 
 
+def test_a_token_that_no_merges_make_stays_one_token(tokenizer, tmp_path):
+    """As Llama 3's ".:.:": looked up as a whole piece, by us, and by transformers from our file."""
+    ours = Tokenizer([*tokenizer.ranks[:256], b"xyz"], tokenizer.pattern, {"<|eos|>": 257})
+    ours.save(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for one in (ours, Tokenizer.load(tmp_path)):
+        assert one.encode("xyz 1") == encode_by_hand(one, "xyz 1") == as_text(theirs, "xyz 1") == [256, *one.encode(" 1")]
+
+
 def test_hash_changes_with_every_part(tokenizer):
     ranks, specials = tokenizer.ranks, tokenizer.specials
     swapped = ranks[:300] + [ranks[301], ranks[300]] + ranks[302:]
