@@ -457,6 +457,7 @@ def test_tiktoken_reads_our_ranks(tokenizer, tmp_path):
     (lambda d: d["model"]["merges"].reverse(), "in their order"),
     (lambda d: d["model"]["merges"].pop(), "one by one"),
     (lambda d: d["model"]["vocab"].pop("!"), "without a gap"),
+    (lambda d: d["model"]["vocab"].pop("!"), "256 bytes"),
     (lambda d: d["added_tokens"].append({"id": 9999, "content": "zz", "special": False, "lstrip": True}),
      "ordinary text"),
     (lambda d: d["added_tokens"][0].update(id=5), "one id"),
