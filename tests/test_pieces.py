@@ -214,6 +214,8 @@ def test_text_in_nfc_gives_the_ids_of_transformers(real, request, tmp_path):
         assert ids == ours.encode(text) == theirs.encode(valid_unicode(text), add_special_tokens=False).ids, text
         assert again.decode(ids) == again.clean(text) and not set(ids) & set(again.specials.values())
     assert again.encode("e\u0301") == again.encode("\u00e9") and again.decode(again.encode("e\u0301")) == "\u00e9"
+    plain = qwen([], words={})
+    assert plain.encode("e\u0301", allowed=["<|im_end|>"]) == plain.encode("e\u0301") == plain.encode("\u00e9")
     row = report.on_text(again, ["e\u0301"])
     assert row["lossless"] is False and report.on_text(again, ["\u00e9"])["lossless"] is True
     renamed = {**ours.words, "<x>": again.vocab_size}
