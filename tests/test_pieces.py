@@ -122,6 +122,14 @@ def test_pieces_that_would_lose_text_are_refused(settings, reason, tmp_path, cap
     assert stop.value.code == 2 and reason in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("scheme, prefix", [("first", " "), ("never", "")])
+def test_whether_a_space_is_put_before_a_text_is_read_from_the_file(scheme, prefix, own, tmp_path):
+    data = {**published(own), "normalizer": None, "pre_tokenizer": {
+        "type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme, "split": False}}
+    ours = Tokenizer.load(written(tmp_path, data))
+    assert ours.prefix == prefix and ours.decode_bytes(ours.encode("the")).decode() == prefix + "the"
+
+
 def first_of_several(data):
     """Where the merges of the first piece stand that several pairs make."""
     made = [pair.replace(" ", "") for pair in data["model"]["merges"]]
