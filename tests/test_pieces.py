@@ -97,6 +97,8 @@ def test_ids_are_those_of_the_library_and_of_transformers(which, request, tmp_pa
         assert {file.name: file.read_bytes() for file in (tmp_path / folder).iterdir()} == {
             file.name: file.read_bytes() for file in (tmp_path / "again" / folder).iterdir()}
         assert Tokenizer.load(tmp_path / "again" / folder).hash == tokenizer.hash
+    row = report.on_text(one, ["the\n"])                                   # a line's end is no piece, but a byte
+    assert row["byte_fallback"] == round(1 / row["tokens"], 6) and row["unknown"] == 0
     alone = Tokenizer.load(tmp_path / "a" / "tokenizer.model")
     alone.save(tmp_path / "alone")
     assert Tokenizer.load(tmp_path / "alone").hash == alone.hash == one.hash
