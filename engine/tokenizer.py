@@ -71,7 +71,6 @@ RANK_FILES = {
 LONG_WHITESPACE = 100_000
 FOUR_SPACES = re.compile(r"\s{4}")
 
-
 # The one printable character that stands for each byte in tokenizer.json, GPT-2's invention: bytes that print stand for
 # themselves, the other 68 are moved to U+0100 and up. The first 256 ids are the bytes in the order of these characters.
 PRINTING = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
@@ -87,7 +86,6 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-
 
 # What a folder of Hugging Face's has of a tokenizer. Read from one, they are written back as they are.
 SOURCES = ("tokenizer.json", "tokenizer.model")          # either is enough
@@ -503,8 +501,7 @@ def _from_json(file):
                 any(not token["special"] and any(token.get(flag) for flag in FLAGS) for token in added),
             "two tokens have one id": len(set(ids)) < len(ids),
             "two added tokens have one name": len(own) < len(added),
-            "an added token's \"special\" is not true or false":
-                any(not isinstance(token["special"], bool) for token in added),
+            'an added token\'s "special" is not true or false': {type(token["special"]) for token in added} - {bool},
             **dict.fromkeys(wrong_names(own), True),
             "the vocabulary's ids are not 0, 1, 2, ... without a gap": not sound_ids,
             # What no tokens are for is left out of a text. Of control characters and rare scripts one may bear that.
@@ -550,8 +547,7 @@ def _from_pieces(file, content, reasons=None, added=None):
             added = {**read_json(file.with_name("added_tokens.json"), {}),
                      **{token["content"]: int(id) for id, token in config.get("added_tokens_decoder", {}).items()}}
         except (ValueError, TypeError, AttributeError):
-            refuse(f"{file.with_name('tokenizer_config.json')}: added_tokens_decoder is not "
-                   '{id: {"content": name}, ...}.')
+            refuse(f"{file.parent}: the added_tokens_decoder is not " + '{id: {"content": name}, ...}.')
     refuse(*(f"{file}: {reason}" for reason in wrong_names(added)))
     specials = {**specials, **added}
     for id in added.values():
@@ -596,8 +592,7 @@ def _from_rank_file(path):
                 raise ValueError
         except (ValueError, KeyError):
             refuse(f"{path}, line {number}: found {line!r}, expected a token that no line before has, as "
-                   + ("two tokens of before." if merges
-                      else "base64 and its rank: 0, 1, 2, ... from the first line on."))
+                   + ("two earlier ones." if merges else "base64 and its rank: 0, 1, 2, ... from the first line on."))
         ranks[token] = len(ranks)
     if sum(len(token) == 1 for token in ranks) < 256:
         refuse(f"{path}: not all of the 256 bytes are tokens, so there is text that it could not encode.")
