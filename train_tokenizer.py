@@ -218,6 +218,7 @@ def train(words, n_merges, min_frequency=1, byte_order=BYTE_ORDER):
 def check(config, specials):
     """Refuses keys that make no sense, all at once."""
     files = [*config.inputs, *config.held_out, *(language.partition("=")[2] for language in config.languages)]
+    names = [language.partition("=")[0] for language in config.languages]
     pattern = pattern_of(config.pattern, config.digits, config.boundary)
     wrong = wrong_pattern(pattern)
     if not wrong and regex.compile(pattern).groups:
@@ -232,7 +233,9 @@ def check(config, specials):
              for key, known in choices.items() if getattr(config, key) not in known),
            *(f"special_tokens: {name!r} stands there twice, or is one of the usual"
              for name, times in Counter(specials).items() if times > 1),
-           *(["special_tokens: a name is empty"] if "" in specials else []),
+           *(f"special_tokens: {name!r} is no text" for name in specials if not name or valid_unicode(name) != name),
+           *(f"languages: the name {name!r} stands there twice, is empty or that of a kind of lines"
+             for name, times in Counter(["", *reports.KINDS, *names]).items() if times > 1),
            *config.outside(vocab_size=(smallest, 1 << 20), min_frequency=(1,), workers=(0,), digits=(1, 3), watch=(0,),
                            reserved_tokens=(0,), multiple_of=(1,)))
 
@@ -248,7 +251,10 @@ def read_texts(files):
     matter. (A part is a document for itself: no piece crosses its border.)"""
     for file in files:
         if str(file).endswith(".jsonl.zst"):
-            yield from (document["text"] for document in read_jsonl_zst(file))
+            for line, document in enumerate(read_jsonl_zst(file), 1):
+                if not isinstance(document, dict) or not isinstance(document.get("text"), str):
+                    refuse(f'{file}, line {line}: expected an object with a "text", found {str(document)[:60]!r}')
+                yield document["text"]
             continue
         with open(file, encoding="utf-8", errors="replace", newline="") as text:
             part = ""
@@ -285,7 +291,8 @@ def main(config):
     counted_from = {"pattern": pattern, "prefix": prefix, "files": hashes(splits["train"])}
     made_from = {**counted_from, "vocab_size": config.vocab_size, "min_frequency": config.min_frequency,
                  "byte_order": config.byte_order, "specials": specials, "multiple_of": config.multiple_of,
-                 "report": hashes([*splits["val"], *others, *(file for _, file in spoken)])}
+                 "report": [*hashes([*splits["val"], *others, *(file for _, file in spoken)]), *others.values(),
+                            *(name for name, _ in spoken)]}
     made_from = json.loads(json.dumps(made_from))       # tuples as lists
     report = read_json(folder / "report.json", {})
     if not config.watch and report.get("made_from") == made_from and intact(folder, report["files"]):
@@ -335,12 +342,11 @@ def main(config):
 
     # 5. How well it does on text it has not seen. The report is written last and has the others' checksums: with it in
     # place and true, the folder is whole; after a kill anywhere before, it is not, and all is made again.
-    texts = list(read_texts(splits["val"]))
     report = {
         "vocab_size": tokenizer.vocab_size, "vocab_size_asked": config.vocab_size,
         "rows": -(-tokenizer.vocab_size // config.multiple_of) * config.multiple_of, "hash": tokenizer.hash,
         "config_hash": config.hash, "made_from": made_from, "words": len(words),
-        **reports.measure({"ours": tokenizer, **others}, texts,
+        **reports.measure({"ours": tokenizer, **others}, read_texts(splits["val"]),
                           {name: read_texts([file]) for name, file in spoken}, words),
     }
     write_atomic(folder / "report.md", reports.page(report))

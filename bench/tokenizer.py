@@ -29,7 +29,7 @@ import regex
 
 from bpe.merging import merges_of
 from configurator import configure
-from engine.tokenizer import BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer
+from engine.tokenizer import BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer, chars_to_bytes
 from train_tokenizer import count_in_parallel, join, read_texts
 
 part = "train"
@@ -41,14 +41,14 @@ merges = 2                      # of the part 'plain': each takes as long as all
 rounds = 5
 
 
-def documents(config):
-    """Texts of about 100,000 characters."""
-    if config.folder:
-        texts = read_texts(sorted(file for file in Path(config.folder).rglob("*") if file.suffix in (".zst", ".txt")))
+def documents(megabytes, folder=""):
+    """Texts of about 100,000 characters: of a folder's files, or Python's own library."""
+    if folder:
+        texts = read_texts(sorted(file for file in Path(folder).rglob("*") if file.suffix in (".zst", ".txt")))
     else:
         texts = (file.read_text(encoding="utf-8", errors="replace") for file
                  in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")) if "-packages" not in str(file))
-    joined, size, room = [], 0, int(config.megabytes * 1e6)
+    joined, size, room = [], 0, int(megabytes * 1e6)
     for text in texts:
         joined.append(text)
         size += len(text)
@@ -131,6 +131,8 @@ def with_tokenizers(texts, vocab_size):
     trainer.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=vocab_size, min_frequency=0, special_tokens=[], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    vocab = trainer.get_vocab()
+    return [chars_to_bytes(token) for token in sorted(vocab, key=vocab.get)]
 
 
 def plainly(texts, n_merges):
@@ -202,7 +204,7 @@ def distinct(config):
 def main(config):
     if config.part == "distinct":
         return distinct(config)
-    texts = list(documents(config))
+    texts = list(documents(config.megabytes, config.folder))
     print(f"{len(texts)} documents, {sum(len(text.encode()) for text in texts) / 1e6:.1f} MB, "
           f"{sum(map(len, filter(str.isascii, texts))) / sum(map(len, texts)):.0%} of it in documents of ASCII alone; "
           f"{config.vocab_size:,} tokens", flush=True)

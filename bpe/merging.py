@@ -9,8 +9,9 @@ All distinct words stand behind each other in one array, a place for each byte a
     after lo  [lo lo]  w  | [lo lo]  w   e   r  |           a token's id stands at its first and at its last place,
     after low [low .. low]| [low .. low] e   r  |           so that both of its neighbours find it
 
-For each pair there is a list of the places at which it was born. A pair is born, with all its places, in the merge that
-makes the later of its two tokens, and afterwards only ever loses some. So nobody has to follow its losses:
+For each pair there is a list of the places at which it was born, from first to last. A pair is born, with all its
+places, in the merge that makes the later of its two tokens, and afterwards only ever loses some. So nobody has to follow
+its losses:
 
     heap      holds each pair once, by the count that it had when it was last looked at: never too low
     next      the uppermost pair's places are looked through, and those where it no longer stands are dropped. When
@@ -108,7 +109,6 @@ def merges_of(words, counts, n_merges, min_frequency=1, byte_order=BYTE_ORDER):
         width = size_of[new] = step + size_of[right]
         if many:
             if left == right:                    # of "aaaa" the second and the last pair are taken apart by the others
-                found.sort()
                 begins = np.flatnonzero(np.diff(found, prepend=-2 * step) != step)
                 within = np.arange(len(found)) - np.repeat(begins, np.diff(begins, append=len(found)))
                 found = found[within % 2 == 0]
@@ -123,8 +123,6 @@ def merges_of(words, counts, n_merges, min_frequency=1, byte_order=BYTE_ORDER):
                 at = np.concatenate([found[with_left] - size[before], found[with_right]])
                 born(groups, at, lambda group: group << BITS | new if group < end else new << BITS | group - end)
         else:
-            if left == right:
-                found.sort()
             merged = []
             for place in found:
                 if left != right or token_at[place] == left and token_at[place + step] == right:

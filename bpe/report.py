@@ -5,45 +5,70 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+
+from configurator import refuse
 from engine.files import printable
 from engine.tokenizer import RANK_FILES, find_tokenizer, valid_unicode
 
 WORD = re.compile(r"[^\W\d_]+")
 # What a line is of, the first that fits its beginning; by rules of thumb that nobody should take for more.
 KINDS = {
-    "mixed languages": re.compile(r"(?=.*[A-Za-z]{2}).*[^\W\d_\u0000-\u024f]"),     # letters beyond the Latin ones, too
-    "numbers": re.compile(r"(?=(?:\D*\d){3})(?:\D{0,3}\d)+\D{0,3}$"),
-    "code": re.compile(r"\s*(?:>>>|\.\.\.|[#@{}]|(?:def|class|import|from|return|if|for|while|with|try)\b.*[:(=.]|"
-                       r"\S*\w\(.*\)|[\w.\[\]]+ [-+*/|]?=[=]? )|.*[;{}]$"),
-    "prose": re.compile(r"\W*(?:[^\W\d_]+\W+){5}"),
+    "mixed languages": r"(?=.*[A-Za-z]{2}).*[^\W\d_\u0000-\u024f]",     # letters beyond the Latin ones, too
+    "numbers": r"(?=(?:\D*\d){3})(?:\D{0,3}\d)+\D{0,3}$",
+    "code": r"\s*(?:>>>|\.\.\.|[#@{}]|(?:def|class|import|from|return|if|for|while|with|try)\b.*[:(=.]|"
+            r"\S*\w\(.*\)|[\w.\[\]]+ [-+*/|]?=[=]? )|.*[;{}]$",
+    "prose": r"\W*(?:[^\W\d_]+\W+){5}",
 }
+OF_A_KIND = re.compile("|".join(f"({form})" for form in KINDS.values()))     # all at once: there are many lines
+# More characters than these, of the texts and of their lines by themselves, would take long and change little.
+MOST, MOST_LINES = 64_000_000, 8_000_000
 
 
 def vocabularies(paths):
     """{file or folder: name} of the vocabularies that are named, or lie in the folders that are named."""
     found = {}
     for path in map(Path, paths):
-        inside = [path] if path.is_file() or find_tokenizer(path) else sorted(path.iterdir())
+        inside, before = [path] if path.is_file() or find_tokenizer(path) else sorted(path.iterdir()), len(found)
         for file in inside:
             ranks = file.suffix in (".tiktoken", ".bpe") and re.split(r"[_.]", file.name)[0] in RANK_FILES
             if file == path or ranks or ".model" in file.suffixes or file.is_dir() and find_tokenizer(file):
                 found[file] = file.name
-    return {find_tokenizer(file) or file: name for file, name in found.items()}
+        if len(found) == before:
+            refuse(f"compare: there is no vocabulary in {path}, or it is named twice.")
+    names = [*found.values(), "ours"]
+    return {find_tokenizer(file) or file: name if names.count(name) == 1 else str(file) for file, name in found.items()}
+
+
+def thinned(texts, most):
+    """All texts while they have no more than `most` characters together, else every second, fourth, eighth, ... one."""
+    kept, size, step = [], 0, 1
+    for number, text in enumerate(texts):
+        if number % step:
+            continue
+        kept.append(valid_unicode(text))
+        size += len(text)
+        while size > most and len(kept) > 1:
+            kept, step = kept[::2], 2 * step
+            size = sum(map(len, kept))
+    return kept
 
 
 def on_text(tokenizer, texts):
     """How a tokenizer does on a list of texts."""
-    encoded = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
-    used = Counter(itertools.chain.from_iterable(encoded))
+    encoded = list(tokenizer.encode_batch(texts))
+    often = np.bincount(np.concatenate([np.zeros(0, np.uint32), *encoded]))
+    used = {id: int(often[id]) for id in np.flatnonzero(often).tolist()}
     size, words = sum(len(text.encode()) for text in texts), sum(len(text.split()) for text in texts)
-    tokens = used.total()
+    tokens = int(often.sum())
     lone = {id for id in used if len(token := tokenizer.token_bytes[id]) == 1 and token[0] >= 0x80
             or tokenizer.model and tokenizer.engine.is_byte(id)}
-    unknown = used[tokenizer.engine.unk_id()] if tokenizer.model else 0      # bytes have no unknown text
+    unknown = used.get(tokenizer.engine.unk_id(), 0) if tokenizer.model else 0       # bytes have no unknown text
     return {"bytes": size, "tokens": tokens, "bytes_per_token": round(size / max(tokens, 1), 4),
             "tokens_per_word": round(tokens / max(words, 1), 4), "unknown": unknown / max(tokens, 1),
             "byte_fallback": round(sum(used[id] for id in lone) / max(tokens, 1), 6),
-            "lossless": [tokenizer.decode(ids) for ids in encoded] == texts, "distinct": len(used)}
+            "lossless": all(tokenizer.decode(ids.tolist()) == text for ids, text in zip(encoded, texts)),
+            "distinct": len(used)}
 
 
 def on_words(tokenizer, words, names):
@@ -80,15 +105,16 @@ def of_vocabulary(tokenizer, words):
 
 def measure(tokenizers, texts, languages, words):
     """The report: tokenizers {name: Tokenizer}, ours first; texts: the held-out ones; languages: {name: texts}."""
-    texts = list(map(valid_unicode, texts))
-    kinds = {kind: [] for kind in KINDS}
-    for line in itertools.chain.from_iterable(text.split("\n") for text in texts):
-        if kind := next((kind for kind, form in KINDS.items() if form.match(line[:400])), None):
-            kinds[kind].append(line)
-    kinds = {kind: ["\n".join(lines)] for kind, lines in kinds.items() if lines}
-    kinds |= {name: list(map(valid_unicode, parts)) for name, parts in languages.items()}
-    found = Counter(word for text in texts for word in WORD.findall(text))
-    names = sorted({name for text in texts for name in re.findall(r"\b([^\W\d]\w{3,})\(", text)})
+    texts = thinned(texts, MOST)
+    lines = thinned(itertools.chain.from_iterable(text.split("\n") for text in texts), MOST_LINES)
+    lines_of = [[] for _ in KINDS]
+    for line in lines:
+        if found := OF_A_KIND.match(line[:400]):
+            lines_of[found.lastindex - 1].append(line)
+    kinds = {kind: ["\n".join(lines)] for kind, lines in zip(KINDS, lines_of) if lines}
+    kinds |= {name: thinned(parts, MOST) for name, parts in languages.items()}
+    found = Counter(word for line in lines for word in WORD.findall(line))
+    names = sorted({name for line in lines for name in re.findall(r"\b([^\W\d]\w{3,})\(", line)})
     held_out, by_kind = [], {kind: {} for kind in kinds}
     for name, tokenizer in tokenizers.items():
         held_out.append({"name": name, "vocab_size": tokenizer.vocab_size, "documents": len(texts),
@@ -143,7 +169,8 @@ tokens that stand for text which can not be given back; made of bytes there are 
 
 {by_kind('tokens_per_word') if kinds else ''}
 
-Lines of the held-out text were sorted by rules of thumb; words are what spaces separate.
+Lines of the held-out text were sorted by rules of thumb; words are what spaces separate. Of texts with more than {MOST:,}
+characters together every second one is measured, or every fourth, ...; so are lines and words beyond {MOST_LINES:,}.
 
 {single}
 

@@ -71,7 +71,6 @@ RANK_FILES = {
 LONG_WHITESPACE = 100_000
 FOUR_SPACES = re.compile(r"\s{4}")
 
-
 # The one printable character that stands for each byte in tokenizer.json, GPT-2's invention: bytes that print stand for
 # themselves, the other 68 are moved to U+0100 and up. The first 256 ids are the bytes in the order of these characters.
 PRINTING = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
@@ -87,7 +86,6 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-
 
 # What a folder of Hugging Face's has of a tokenizer. Read from one, they are written back as they are.
 SOURCES = ("tokenizer.json", "tokenizer.model")          # either is enough
@@ -105,8 +103,9 @@ def wrong_pattern(pattern):
     """What is wrong with a pattern that is to cut text. -> list of sentences"""
     try:
         cut = regex.compile(pattern)
-    except regex.error as error:
-        return [f"the pattern {pattern!r} is no regular expression: {error}"]
+        tiktoken.Encoding("", pat_str=pattern, mergeable_ranks={bytes([b]): b for b in range(256)}, special_tokens={})
+    except (regex.error, ValueError) as error:
+        return [f"the pattern {pattern!r} is no regular expression for both regex and tiktoken: {error}"]
     left = cut.sub("", SAMPLE)
     reasons = {
         "the pattern has a possessive count, like {1,3}+, which engines read differently":
@@ -115,6 +114,13 @@ def wrong_pattern(pattern):
         "the pattern matches where nothing is": cut.fullmatch(""),
     }
     return [reason for reason, holds in reasons.items() if holds]
+
+
+def wrong_names(named):
+    """What is wrong with {name: id} of tokens that a file adds to its vocabulary. -> list of sentences"""
+    return [f"the added token {name!r} has the id {id!r}: a text and a whole number below 2**20 are expected"
+            for name, id in named.items() if not (isinstance(name, str) and name and valid_unicode(name) is name
+                                                  and type(id) is int and 0 <= id < 1 << 20)]
 
 
 def bytes_to_chars(token):
@@ -207,18 +213,19 @@ class Tokenizer:
         for word, id in self.words.items():
             self.token_bytes[id] = word.encode()
         self._words = _splitter(self.words) if words else None
-        self._names = {id: name.encode() for name, id in specials.items()}
+        name_of = {id: name.encode() for name, id in specials.items()}
+        self._named_bytes = [name_of.get(id, token) for id, token in enumerate(self.token_bytes)]
         self.missing = b""      # bytes that are no tokens, and are passed over
         # The specials must be known to tiktoken (an Encoding without any is a quarter slower), but encode_ordinary, the
         # only entry that we use, never produces them.
+        self.rank_of = rank_of = {token: rank for rank, token in enumerate(ranks) if token} if model is None else {}
+        named = [*specials.items(), *self.words.items()]
+        refuse(*(f"the token {name!r} would have the id {id}, which {ranks[id]!r} has"
+                 for name, id in named if id < len(ranks) and ranks[id]),
+               *(f"{name!r} is a special token and an ordinary one: of two ids for one text readers take either"
+                 for name in specials if name.encode() in rank_of),
+               *(["two special tokens have one id"] if len({id for _, id in named}) < len(named) else []))
         if model is None:
-            self.rank_of = rank_of = {token: rank for rank, token in enumerate(ranks) if token}
-            named = [*specials.items(), *self.words.items()]
-            refuse(*(f"the token {name!r} would have the id {id}, which {ranks[id]!r} has"
-                     for name, id in named if id < len(ranks) and ranks[id]),
-                   *(f"{name!r} is a special token and an ordinary one: of two ids for one text readers take either"
-                     for name in specials if name.encode() in rank_of),
-                   *(["two special tokens have one id"] if len({id for _, id in named}) < len(named) else []))
             self.engine = tiktoken.Encoding("teardown", pat_str=pattern, mergeable_ranks=rank_of,
                                             special_tokens=specials)
             self.missing = bytes(byte for byte in range(256) if bytes([byte]) not in rank_of)
@@ -325,8 +332,8 @@ class Tokenizer:
         """The bytes that the ids stand for. One token may be half a character: to show text while it is being
         generated, feed these bytes to an incremental UTF-8 decoder. An id beyond the vocabulary stands for nothing: a
         model may have more rows than its tokenizer has tokens, and until it is trained it says them."""
-        names = {} if skip_special else self._names
-        return b"".join([names.get(id) or self.token_bytes[id] for id in map(int, ids) if id < self.vocab_size])
+        bytes_of = self.token_bytes if skip_special else self._named_bytes
+        return b"".join([bytes_of[id] for id in map(int, ids) if id < self.vocab_size])
 
     def decode(self, ids, skip_special=True, begins=True):
         """Text; bytes that are not UTF-8 (half a character, say) come out as U+FFFD. begins: a text begins with them,
@@ -479,6 +486,7 @@ def _from_json(file):
         made = [vocab[left + right] for left, right in pairs]
         own = {token["content"]: token["id"] for token in added}        # these may stand in the vocabulary as well
         ids = [*(id for name, id in vocab.items() if own.get(name) != id), *(token["id"] for token in added)]
+        sound_ids = all(type(id) is int for id in vocab.values()) and sorted(vocab.values()) == list(range(len(vocab)))
         ranks = [b"" if own.get(token) == vocab[token] else chars_to_bytes(token)
                  for token in sorted(vocab, key=vocab.get)]
         missing = {*range(256)} - {token[0] for token in ranks if len(token) == 1}
@@ -492,7 +500,10 @@ def _from_json(file):
             "there are added tokens that are matched in ordinary text in a way of their own":
                 any(not token["special"] and any(token.get(flag) for flag in FLAGS) for token in added),
             "two tokens have one id": len(set(ids)) < len(ids),
-            "the vocabulary's ids are not 0, 1, 2, ... without a gap": max(vocab.values()) >= len(vocab),
+            "two added tokens have one name": len(own) < len(added),
+            'an added token\'s "special" is not true or false': {type(token["special"]) for token in added} - {bool},
+            **dict.fromkeys(wrong_names(own), True),
+            "the vocabulary's ids are not 0, 1, 2, ... without a gap": not sound_ids,
             # What no tokens are for is left out of a text. Of control characters and rare scripts one may bear that.
             "not all of the 256 bytes are tokens": missing & {*b"\n", *range(32, 127), *range(0x80, 0xC0)},
             "the merges do not make the other tokens one by one, in their order": not model.get("ignore_merges")
@@ -501,7 +512,7 @@ def _from_json(file):
         merges = [(vocab[left], vocab[right]) for left, right in pairs]
         specials, words = ({token["content"]: token["id"] for token in added if token["special"] is special}
                            for special in (True, False))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, regex.error) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         refuse(f"{file} is not the whole tokenizer.json of a byte-level BPE ({type(error).__name__}: {error}).")
     if wrong := [reason for reason, holds in reasons.items() if holds]:
         refuse(*(f"{file}: {reason}. Its tokens could not be reproduced exactly." for reason in wrong))
@@ -515,7 +526,10 @@ def _roles(file, **defaults):
     config = read_json(file.with_name("tokenizer_config.json"), {})
     names = {role: config.get(f"{role}_token", defaults.get(role, f"<|{role}|>")) for role in ("bos", "eos", "pad")}
     # An object where older transformers wrote it.
-    return {role: name["content"] if isinstance(name, dict) else name for role, name in names.items()}
+    names = {role: name.get("content", name) if isinstance(name, dict) else name for role, name in names.items()}
+    refuse(*(f"{file.with_name('tokenizer_config.json')}: {role}_token is {name!r}, expected the name of a token"
+             for role, name in names.items() if not (name is None or isinstance(name, str))))
+    return names
 
 
 def _from_pieces(file, content, reasons=None, added=None):
@@ -529,8 +543,12 @@ def _from_pieces(file, content, reasons=None, added=None):
     ranks, specials, more = pieces.described(engine)
     if added is None:
         config = read_json(file.with_name("tokenizer_config.json"), {})
-        added = {**read_json(file.with_name("added_tokens.json"), {}),
-                 **{token["content"]: int(id) for id, token in config.get("added_tokens_decoder", {}).items()}}
+        try:
+            added = {**read_json(file.with_name("added_tokens.json"), {}),
+                     **{token["content"]: int(id) for id, token in config.get("added_tokens_decoder", {}).items()}}
+        except (ValueError, TypeError, AttributeError):
+            refuse(f"{file.parent}: the added_tokens_decoder is not " + '{id: {"content": name}, ...}.')
+    refuse(*(f"{file}: {reason}" for reason in wrong_names(added)))
     specials = {**specials, **added}
     for id in added.values():
         if id < len(ranks):
@@ -565,12 +583,16 @@ def _from_rank_file(path):
             continue
         try:
             first, second = line.split()
-            token = chars_to_bytes(first + second) if merges else base64.b64decode(first, validate=True)
-            if token in ranks or not merges and int(second) != len(ranks):
+            if merges:
+                left, right = chars_to_bytes(first), chars_to_bytes(second)
+                token, sound = left + right, left in ranks and right in ranks
+            else:
+                token, sound = base64.b64decode(first, validate=True), second == str(len(ranks))
+            if token in ranks or not sound:
                 raise ValueError
         except (ValueError, KeyError):
             refuse(f"{path}, line {number}: found {line!r}, expected a token that no line before has, as "
-                   + ("two parts." if merges else "base64 and its rank: 0, 1, 2, ... from the first line on."))
+                   + ("two earlier ones." if merges else "base64 and its rank: 0, 1, 2, ... from the first line on."))
         ranks[token] = len(ranks)
     if sum(len(token) == 1 for token in ranks) < 256:
         refuse(f"{path}: not all of the 256 bytes are tokens, so there is text that it could not encode.")

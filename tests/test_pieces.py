@@ -12,6 +12,7 @@ import prepare_data
 import sample
 import sft
 import train as train_script
+from bpe import report
 from configurator import configure
 from engine import chat, hf
 from engine.files import read_json
@@ -96,6 +97,8 @@ def test_ids_are_those_of_the_library_and_of_transformers(which, request, tmp_pa
         assert {file.name: file.read_bytes() for file in (tmp_path / folder).iterdir()} == {
             file.name: file.read_bytes() for file in (tmp_path / "again" / folder).iterdir()}
         assert Tokenizer.load(tmp_path / "again" / folder).hash == tokenizer.hash
+    row = report.on_text(one, ["the\n"])                                   # a line's end is no piece, but a byte
+    assert row["byte_fallback"] == round(1 / row["tokens"], 6) and row["unknown"] == 0
     alone = Tokenizer.load(tmp_path / "a" / "tokenizer.model")
     alone.save(tmp_path / "alone")
     assert Tokenizer.load(tmp_path / "alone").hash == alone.hash == one.hash
@@ -119,6 +122,14 @@ def test_pieces_that_would_lose_text_are_refused(settings, reason, tmp_path, cap
     with pytest.raises(SystemExit) as stop:
         Tokenizer.load(written(tmp_path, trained(**settings)))
     assert stop.value.code == 2 and reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scheme, prefix", [("first", " "), ("never", "")])
+def test_whether_a_space_is_put_before_a_text_is_read_from_the_file(scheme, prefix, own, tmp_path):
+    data = {**published(own), "normalizer": None, "pre_tokenizer": {
+        "type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme, "split": False}}
+    ours = Tokenizer.load(written(tmp_path, data))
+    assert ours.prefix == prefix and ours.decode_bytes(ours.encode("the")).decode() == prefix + "the"
 
 
 def first_of_several(data):
@@ -151,6 +162,17 @@ def test_special_tokens_that_text_would_become_and_files_that_are_none(own, tmp_
             Tokenizer.load(folder)
         said = capsys.readouterr().err
         assert stop.value.code == 2 and ("'[X]'" in said or "not a SentencePiece model" in said)
+    for odd, reason in (('{"x": "y"}', "the id 'y'"), ('{"x": 1000000000000}', "below 2**20"), ('{"x": -1}', "below"),
+                        ('{"x": 700, "y": 700}', "one id")):
+        (tmp_path / "added_tokens.json").write_text(odd)
+        with pytest.raises(SystemExit) as stop:
+            Tokenizer.load(written(tmp_path, own))
+        assert stop.value.code == 2 and reason in capsys.readouterr().err
+    (tmp_path / "added_tokens.json").unlink()
+    for key, odd in (("added_tokens_decoder", {"5": 7}), ("added_tokens_decoder", 5), ("bos_token", [])):
+        with pytest.raises(SystemExit) as stop:
+            Tokenizer.load(written(tmp_path, own, **{key: odd}))
+        assert stop.value.code == 2 and key in capsys.readouterr().err
     (tmp_path / "added_tokens.json").write_text('{"<|end|>": 700}')
     added = Tokenizer.load(written(tmp_path, own))
     assert added.special("<|end|>") == 700 and added.vocab_size == 701 and 700 not in added.encode("<|end|>")
@@ -202,6 +224,12 @@ def test_text_in_nfc_gives_the_ids_of_transformers(real, request, tmp_path):
         assert ids == ours.encode(text) == theirs.encode(valid_unicode(text), add_special_tokens=False).ids, text
         assert again.decode(ids) == again.clean(text) and not set(ids) & set(again.specials.values())
     assert again.encode("e\u0301") == again.encode("\u00e9") and again.decode(again.encode("e\u0301")) == "\u00e9"
+    plain = qwen([], words={})
+    assert plain.encode("e\u0301", allowed=["<|im_end|>"]) == plain.encode("e\u0301") == plain.encode("\u00e9")
+    row = report.on_text(again, ["e\u0301"])
+    assert row["lossless"] is False and report.on_text(again, ["\u00e9"])["lossless"] is True
+    renamed = {**ours.words, "<x>": again.vocab_size}
+    assert again.hash != Tokenizer(ours.ranks, ours.pattern, ours.specials, ours.merges, nfc=True, words=renamed).hash
     assert again.hash == ours.hash != Tokenizer(ours.ranks, ours.pattern, ours.specials, ours.merges, words=ours.words).hash
     assert ours.words["<think>"] in again.encode("x<think>y")
 

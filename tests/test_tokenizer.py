@@ -7,28 +7,25 @@ import random
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 import unicodedata
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import regex
-import rustbpe
 import tiktoken
-import tokenizers
 import transformers
 import zstandard
-from tokenizers import Regex, models, pre_tokenizers, trainers
 
 import train_tokenizer
+from bench.tokenizer import documents, ours, with_rustbpe, with_tokenizers
 from bpe import merging
+from bpe import report as reports
 from configurator import configure
 from engine import workers
 from engine.files import write_json
-from engine.tokenizer import (BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer, bytes_to_chars, chars_to_bytes,
-                              encode_by_hand, wrong_pattern)
+from engine.tokenizer import (BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer, bytes_to_chars, encode_by_hand,
+                              wrong_pattern)
 from train_tokenizer import KNOWN, count_in_parallel, count_pieces, read_texts, train, train_slowly
 
 TOPICS = [text for _, text in sorted(pydoc_data.topics.topics.items())]
@@ -133,52 +130,15 @@ def test_one_endless_piece_takes_no_quadratic_time():
 @pytest.mark.parametrize("many", [1, 48])
 def test_counts_beyond_32_bits(many, monkeypatch):
     monkeypatch.setattr(merging, "MANY", many)
-    words = {b"ab": 2**31, b"ab ": 2**31, b"cd": 2**32 - 1, b"ef": 2**62}
-    assert train(words, 3) == train_slowly(words, 3)
-
-
-def library_texts(megabytes):
-    """Python's own library, as far as it is text."""
-    texts, size = list(TOPICS), 0
-    for file in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
-        if size > megabytes * 10**6:
-            break
-        if "-packages" not in str(file):
-            texts.append(file.read_text(encoding="utf-8", errors="replace"))
-            size += len(texts[-1])
-    return texts
-
-
-def ranks_of(texts, size, order):
-    """The tokens of a vocabulary of ours without special tokens."""
-    ranks = [bytes([byte]) for byte in order]
-    words = {piece.encode(): n for piece, n in count_pieces(texts, PATTERNS["gpt4"]).items()}
-    for left, right in train(words, size - 256, 1, order):
-        ranks.append(ranks[left] + ranks[right])
-    return ranks
-
-
-def rustbpe_ranks(texts, size):
-    trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(iter(texts), size, pattern=PATTERNS["gpt4"])
-    return [bytes(token) for token, _ in trainer.get_mergeable_ranks()]
-
-
-def hugging_face_ranks(texts, size):
-    theirs = tokenizers.Tokenizer(models.BPE())
-    theirs.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERNS["gpt4"]), "isolated"),
-                                                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    theirs.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=size, min_frequency=0, special_tokens=[], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    return [chars_to_bytes(token) for token, _ in sorted(theirs.get_vocab().items(), key=lambda item: item[1])]
+    for words in ({b"ab": 2**31, b"ab ": 2**31, b"cd": 2**32 - 1, b"ef": 2**62}, {b"ab": 7, b"cd": 2**31, b"e": 1}):
+        assert train(words, 3) == train_slowly(words, 3)
 
 
 @pytest.mark.parametrize("size", [4096, 32000])
 def test_the_same_rank_file_as_rustbpe_and_hugging_face(size):
-    texts = library_texts(5)
-    identity, gpt2 = (ranks_of(texts, size, order) for order in (range(256), BYTE_ORDER))
-    assert len(identity) == size and identity == rustbpe_ranks(texts, size) and gpt2 == hugging_face_ranks(texts, size)
+    texts = list(documents(5))
+    identity, gpt2 = (ours(texts, size, order=order) for order in (range(256), BYTE_ORDER))
+    assert len(identity) == size and identity == with_rustbpe(texts, size) and gpt2 == with_tokenizers(texts, size)
 
 
 def test_the_same_ranks_as_rustbpe_and_hugging_face_on_fuzzed_corpora():
@@ -188,10 +148,10 @@ def test_the_same_ranks_as_rustbpe_and_hugging_face_on_fuzzed_corpora():
         texts = [" ".join(rng.sample(texts, min(len(texts), 9))) for _ in range(9)]
         texts += fuzz_texts(rng.randrange(20), number)
         size = 256 + rng.choice([3, 40, 300])
-        identity, gpt2 = (ranks_of(texts, size, order) for order in (range(256), BYTE_ORDER))
-        assert identity == rustbpe_ranks(texts, size), texts
+        identity, gpt2 = (ours(texts, size, order=order) for order in (range(256), BYTE_ORDER))
+        assert identity == with_rustbpe(texts, size), texts
         if number % 3 == 0:
-            assert gpt2 == hugging_face_ranks(texts, size), texts
+            assert gpt2 == with_tokenizers(texts, size), texts
 
 
 def test_smaller_vocabularies_are_beginnings_of_larger_ones():
@@ -210,10 +170,10 @@ def test_whatever_is_ascii_is_cut_alike_within_any_document():
 
 
 def test_a_text_file_of_any_size_is_read_in_parts(tmp_path, monkeypatch):
-    text = "\n".join(library_texts(3))
+    text = "\n".join(documents(3))
     (tmp_path / "a.txt").write_bytes(text.encode())
     parts = list(read_texts([tmp_path / "a.txt"]))
-    assert "".join(parts) == text and len(parts) >= 3 and max(map(len, parts)) < 3 * 2**20
+    assert "".join(parts) == text and len(parts) >= 3 and max(map(len, parts)) < 2 * 2**20
     for pattern in ("gpt4", "gpt2"):            # cut where pieces end anyway
         assert count_pieces(parts, PATTERNS[pattern]) == count_pieces([text], PATTERNS[pattern])
     (tmp_path / "b.txt").write_text("\u4e00" * (20 << 20), encoding="utf-8")
@@ -438,6 +398,8 @@ def test_decoding_bytes_and_specials(tokenizer):
     ids = [tokenizer.bos_id, *tokenizer.encode("hi"), tokenizer.special("<|end|>")]
     assert tokenizer.decode(ids) == "hi" and tokenizer.decode(ids, skip_special=False) == "<|bos|>hi<|end|>"
     assert sum(len(tokenizer.token_bytes[id]) for id in ids) == 2
+    assert tokenizer.decode([tokenizer.vocab_size, *ids, 10**9]) == "hi"                   # rows that only pad a model
+    assert "".join(tokenizer.decode_stream([*tokenizer.encode("a"), byte_id[0xC3]])) == "a\ufffd"
 
 
 # ------------------------------------------------------------------------------------------------------------ files
@@ -451,6 +413,15 @@ def test_saved_and_loaded_again(tokenizer, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert Tokenizer.load(tmp_path / "one" / "tokenizer.json").vocab_size == tokenizer.vocab_size
+
+
+def test_a_token_that_no_merges_make_stays_one_token(tokenizer, tmp_path):
+    """As Llama 3's ".:.:": looked up as a whole piece, by us, and by transformers from our file."""
+    ours = Tokenizer([*tokenizer.ranks[:256], b"xyz"], tokenizer.pattern, {"<|eos|>": 257})
+    ours.save(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for one in (ours, Tokenizer.load(tmp_path)):
+        assert one.encode("xyz 1") == encode_by_hand(one, "xyz 1") == as_text(theirs, "xyz 1") == [256, *one.encode(" 1")]
 
 
 def test_hash_changes_with_every_part(tokenizer):
@@ -486,9 +457,24 @@ def test_tiktoken_reads_our_ranks(tokenizer, tmp_path):
     (lambda d: d["model"]["merges"].reverse(), "in their order"),
     (lambda d: d["model"]["merges"].pop(), "one by one"),
     (lambda d: d["model"]["vocab"].pop("!"), "without a gap"),
+    (lambda d: d["model"]["vocab"].pop("!"), "256 bytes"),
     (lambda d: d["added_tokens"].append({"id": 9999, "content": "zz", "special": False, "lstrip": True}),
      "ordinary text"),
     (lambda d: d["added_tokens"][0].update(id=5), "one id"),
+    (lambda d: d["added_tokens"][0].update(id="5"), "has the id '5'"),
+    (lambda d: d["added_tokens"][0].update(id=10**12), "below 2**20"),
+    (lambda d: d["added_tokens"][0].update(content=""), "a text"),
+    (lambda d: d["added_tokens"][0].update(content="\ud800"), "a text"),
+    (lambda d: d["added_tokens"][0].update(special="yes"), "not true or false"),
+    (lambda d: d["added_tokens"].append({**d["added_tokens"][0], "id": 2000}), "one name"),
+    (lambda d: d["model"]["vocab"].update({"!": -1}), "without a gap"),
+    (lambda d: d["model"]["vocab"].update({"!": 0.0}), "without a gap"),
+    (lambda d: d["model"].update(dropout=0.1), "dropout"),
+    (lambda d: d["model"].update(unk_token="a"), "unknown tokens"),
+    (lambda d: d["model"].update(end_of_word_suffix="</w>"), "affixes"),
+    (lambda d: d["added_tokens"].append({"id": 2000, "content": "zz", "special": False, "single_word": True}),
+     "ordinary text"),
+    (lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"(?V1)[\s\S]"), "for both"),
     (lambda d: d.pop("model"), "not the whole tokenizer.json"),
 ])
 def test_what_cannot_be_reproduced_is_refused_with_the_reason(change, reason, tokenizer, tmp_path, capsys):
@@ -507,9 +493,11 @@ def test_missing_and_damaged_files(tmp_path, capsys):
     (tmp_path / "cl100k_base.tiktoken").write_text("IQ== 0\nIg== zero\n")
     (tmp_path / "cl100k_gap.tiktoken").write_text("IQ== 0\nIg== 2\n")
     (tmp_path / "unknown.tiktoken").write_text("IQ== 0\n")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "tokenizer.json").write_text("[" * 100_000)
     for name, reason in (
         ("none", "does not exist"), ("", "whole"), ("cl100k_base.tiktoken", "zero"), ("cl100k_gap.tiktoken", "0, 1, 2"),
-        ("unknown.tiktoken", "how text is cut"), ("gpt2.bpe", "No such file"),
+        ("deep", "whole"), ("unknown.tiktoken", "how text is cut"), ("gpt2.bpe", "No such file"),
     ):
         with pytest.raises(SystemExit) as stop:
             Tokenizer.load(tmp_path / name)
@@ -524,7 +512,9 @@ def test_missing_and_damaged_files(tmp_path, capsys):
     ("cl100k.tiktoken", lambda lines: [*lines, "!!!! 256"], 257),
     ("cl100k.tiktoken", lambda lines: lines[:5] + [""] + lines[5:], 6),
     ("gpt2.bpe", lambda lines: ["#version: 0.2", "a b", "a b"], 3),
+    ("cl100k.tiktoken", lambda lines: [*lines, "YWI= 2_56"], 257),
     ("gpt2.bpe", lambda lines: ["#version: 0.2", "a b", "a \u4e00"], 3),
+    ("gpt2.bpe", lambda lines: ["#version: 0.2", "a b", "ab cd"], 3),
     ("gpt2.bpe", lambda lines: ["#version: 0.2", "a b", "abc"], 3),
 ])
 def test_rank_files_with_a_fault_are_refused_with_the_line(tmp_path, capsys, name, spoil, line):
@@ -717,6 +707,32 @@ def test_keys_for_pattern_boundary_and_special_tokens(run, tmp_path):
     assert run("--vocab_size=420", "--digits=3")[0]["hash"] == plain["hash"]
 
 
+def test_each_key_and_file_that_matters_is_noticed_and_no_other(run, tmp_path):
+    """Of two runs that differ in one of them the second does the work again, with the result of a first run."""
+    write_documents(tmp_path / "data", ["we see we see to we to"] * 3 + ["x"], ["see we"])
+    language, other = tmp_path / "de.txt", tmp_path / "cl100k_x.tiktoken"
+    ranks = [f"{base64.b64encode(bytes([byte])).decode()} {id}" for id, byte in enumerate(BYTE_ORDER)]
+    language.write_text("ja nein")
+    other.write_text("\n".join(ranks))
+    words = ["--vocab_size=300", f"--languages=de={language}", f"--compare={other}"]
+    first = run(*words)[0]
+    assert "already done" in run(*words, "--workers=2")[1]
+    for key, field in (("--byte_order=identity", "hash"), ("--min_frequency=9", "vocab_size"),
+                       ("--multiple_of=8", "rows"), ("--special_tokens=<|x|>", "vocab_size"), ("--boundary=marker", "words")):
+        found, said = run(*words, key)
+        assert "already done" not in said and found[field] != first[field], key
+        assert run(*words)[0] == first, key
+    language.write_text("ja nein vielleicht")
+    assert "already done" not in (again := run(*words))[1]
+    assert again[0]["kinds"]["de"]["ours"]["bytes"] == 18 and again[0]["hash"] == first["hash"]
+    other.write_text("\n".join([*ranks, "c2Vl 256"]))                                      # see
+    assert "already done" not in (again := run(*words))[1] and again[0]["held_out"][1]["tokens"] == 4
+    write_documents(tmp_path / "data", ["see we others"], ["see we"])                       # the same names
+    assert "already done" not in (again := run(*words))[1] and again[0]["words"] == 3 != first["words"]
+    train_tokenizer.save_counts(other, [b"a", b" b"], [2**40, 1], first["made_from"])
+    assert train_tokenizer.load_counts(other, first["made_from"]) == ([b"a", b" b"], [2**40, 1])
+
+
 @pytest.mark.parametrize("pattern, reason", [
     (r"\w+", "passes over some characters"), (r"\w*|\W", "where nothing is"), (r"(\w+)|\W+", "groups"),
     (r"(", "no regular expression"), (r"\p{N}{1,3}+|\s|\S", "possessive")])
@@ -779,6 +795,31 @@ def test_all_of_the_report(run, tmp_path, capsys):
     assert "\x1b[31m" not in said and "\u2581" in said and "<E4>" in said and " tokens of 15 bytes: " in said
 
 
+def test_numbers_of_the_report_by_hand(monkeypatch):
+    """Bytes alone, "ab" and "abc": what each number counts. (Pieces, NFC: tests/test_pieces.py.)"""
+    ranks = make_tokenizer([]).ranks
+    a, b, c = (ranks.index(char) for char in (b"a", b"b", b"c"))
+    ours = make_tokenizer([(a, b), (256, c)])
+    text = "abc ab \u00e9\nabc(1) \u4e00 abc abc\nfirst second third fourth fifth sixth\n1 2 3 4\nif ab: (abc)\n"
+    found = reports.measure({"ours": ours, "bytes": make_tokenizer([])}, [text], {}, [b"abc", b"ab"])
+    row, plain = found["held_out"]
+    assert plain["tokens"] == plain["bytes"] == len(text.encode()) and plain["tokens_per_word"] == round(
+        plain["tokens"] / len(text.split()), 4) and plain["byte_fallback"] == round(5 / plain["bytes"], 6)
+    assert row["tokens"] == len(ours.encode(text)) and row["distinct"] == len({*ours.encode(text)})
+    assert row["rarest_words"]["words"] == 2 and "abc" not in row["rarest_words"]["examples"]     # of 11 words
+    assert {kind: of["ours"]["bytes"] for kind, of in found["kinds"].items()} == {
+        "mixed languages": 18, "numbers": 7, "code": 12, "prose": 37}
+    assert found["vocabulary"]["unused"] == {"tokens": 256, "bytes": 256, "examples": []}
+    assert found["vocabulary"]["half_characters"] == 128
+    lost = reports.of_vocabulary(Tokenizer([*ranks, b"a b"], ours.pattern, {}), [])["unreachable"]
+    assert lost == {"tokens": 1, "examples": ["a\u2581b"]}                                  # two pieces
+    # Texts beyond a size in equal steps from first to last, lines by themselves.
+    assert reports.thinned(iter("abcdefghijklmnopqrs"), 7) == ["a", "e", "i", "m", "q"]
+    assert reports.thinned(["long", "b"], 2) == ["long"] and reports.thinned(["ab", "c"], 3) == ["ab", "c"]
+    monkeypatch.setattr(reports, "MOST_LINES", len(text) // 2)
+    assert set(reports.measure({"ours": ours}, [text], {}, [])["kinds"]) < set(found["kinds"])
+
+
 def test_files_to_learn_from_and_wrong_ones(run, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("low low lower " * 20)
     (tmp_path / "b.txt").write_text("low")
@@ -786,9 +827,23 @@ def test_files_to_learn_from_and_wrong_ones(run, tmp_path, capsys):
     assert report["held_out"][0]["bytes"] == 3 and b" low" in Tokenizer.load(run.folder).ranks
     assert run("--vocab_size=300", f"--inputs={tmp_path}/a.txt")[0]["held_out"][0]["documents"] == 0
     with pytest.raises(SystemExit) as stop:
-        run("--inputs=nowhere.txt", "--languages=de", "--boundary=x", "--digits=4", "--special_tokens=<|eos|>",
-            "--byte_order=y")
+        run("--inputs=nowhere.txt", "--languages=de,de,code=", "--boundary=x", "--digits=4",
+            "--special_tokens=<|eos|>,\udcff", "--byte_order=y")
     said = capsys.readouterr().err
     assert stop.value.code == 2 and all(word in said for word in (
         "nowhere.txt", "(no name)", "boundary must be one of space, marker, none", "digits must be from 1 to 3",
-        "'<|eos|>' stands", "byte_order"))
+        "'<|eos|>' stands", "byte_order", "is no text", "name 'de' stands", "name 'code' stands"))
+    for name in ("a", "b"):
+        make_tokenizer([]).save(tmp_path / name / "ours")
+    (tmp_path / "empty").mkdir()
+    for document in ({"text": 5}, {"nope": "x"}, ["text"]):
+        lines = json.dumps({"text": "low"}) + "\n" + json.dumps(document)
+        (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+        with pytest.raises(SystemExit) as stop:
+            run(f"--inputs={tmp_path}/c.jsonl.zst")
+        assert stop.value.code == 2 and "c.jsonl.zst, line 2: expected" in capsys.readouterr().err
+    found = reports.vocabularies([tmp_path / "a", tmp_path / "b" / "ours"])              # none takes our place
+    assert list(found.values()) == [str(tmp_path / "a" / "ours"), str(tmp_path / "b" / "ours")]
+    with pytest.raises(SystemExit) as stop:
+        reports.vocabularies([tmp_path / "a", tmp_path / "empty"])
+    assert stop.value.code == 2 and "no vocabulary" in capsys.readouterr().err
