@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 import rlhf  # noqa: E402
 from configurator import configure, refuse  # noqa: E402
-from engine import hf, parallel  # noqa: E402
+from engine import hf  # noqa: E402
 from engine.files import write_atomic  # noqa: E402
 from engine.monitor import read_log  # noqa: E402
 from engine.tokenizer import PATTERNS, SPECIAL_TOKENS, Tokenizer  # noqa: E402

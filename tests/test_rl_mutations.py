@@ -76,6 +76,7 @@ MISTAKES = {
     "sampled at temperature 1": (rlhf, "roll_out", "temperature=config.temperature", "temperature=1.0", SCORED),
     "scored at other places": (
         rlhf, "answer_logprobs", "logprobs(model, ids", "logprobs(model, ids.roll(-1, 1)", SCORED),
+    "sorted by length, and left so": (rlhf, "judge", "(column)[back]", "(column)", SCORED),
     "padding is attended to": (
         rlhf, "answer_logprobs", "else rl.spread(found, answer)",
         "else logprobs(model, batch.ids[rows], None, config.temperature)[:, batch.prompt_width - 1:]", "changes the log-probabilities"),
