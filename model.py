@@ -250,12 +250,13 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x, cos, sin, allowed=None, remember=None):
+    def forward(self, x, cos, sin, allowed=None, remember=None, keep=None):
         drop = lambda y: F.dropout(y, self.dropout, self.training)
         think = lambda x: self.mlp(self.post_attention_layernorm(x))
         if self.recompute and torch.is_grad_enabled():          # what is widest is kept for no layer but one at a time
             think = partial(checkpoint, think, use_reentrant=False)
         x = x + drop(self.self_attn(self.input_layernorm(x), cos, sin, allowed, remember))
+        x = x if keep is None else x[keep]                      # (N, C): nobody looks at the others any more
         return x + drop(think(x))
 
 
@@ -298,8 +299,8 @@ class Trunk(nn.Module):
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.look = None        # called with the number of each block and what it gives, where somebody wants to see it
 
-    def forward(self, ids, mask=None, cache=None, begins=None, hidden=None):
-        """ids (B, T) -> (B, T, C).
+    def forward(self, ids, mask=None, cache=None, begins=None, hidden=None, keep=None):
+        """ids (B, T) -> (B, T, C); with keep (B, T) bool of these N positions only, (N, C).
 
         Of a model cut into stages (parallel.spread) only the first one embeds and only the last one has the norm;
         hidden (B, T, C): what the stage before gave.
@@ -329,10 +330,11 @@ class Trunk(nn.Module):
         x = self.embed_tokens(ids) if hidden is None else hidden           # (B, T, C)
         for name, layer in self.layers.named_children():
             i = int(name)
+            kept = keep if i == self.config.n_layer - 1 else None
             if self.config.recompute == "full" and torch.is_grad_enabled() and cache is None:
-                x = checkpoint(layer, x, cos, sin, allowed, use_reentrant=False)
+                x = checkpoint(layer, x, cos, sin, allowed, None, kept, use_reentrant=False)
             else:
-                x = layer(x, cos, sin, allowed, partial(cache.append, i) if cache is not None else None)
+                x = layer(x, cos, sin, allowed, partial(cache.append, i) if cache is not None else None, kept)
             if self.look is not None:
                 self.look(i, x)
         if cache is not None:
@@ -393,10 +395,11 @@ class Llama(nn.Module):
         keep (B, T) bool: only at these N positions -> (N, n_tokens); what is no target needs no logits.
         read: what to do with (self, hidden) instead; so a loss can be had without all logits at once.
         A stage without the head gives what it has computed, (B, T, C)."""
-        hidden = self.model(ids, mask, cache, begins, hidden)
+        early = keep if not self.compiled and self.model.look is None else None      # compiled blocks have one shape
+        hidden = self.model(ids, mask, cache, begins, hidden, early)
         if self.lm_head is None:
             return hidden
-        hidden = hidden if keep is None else hidden[keep]
+        hidden = hidden if early is keep else hidden[keep]
         return self.logits(hidden) if read is None else read(self, hidden)
 
     def logits(self, hidden, head=0):
@@ -442,9 +445,9 @@ class ScalarModel(nn.Module):
         self.score = nn.Linear(config.n_embd, max(1, len(self.dimensions)))
         nn.init.zeros_(self.score.bias)
 
-    def forward(self, ids, mask=None):
-        """ids (B, T) -> fp32 (B, T), with several heads (B, T, heads)."""
-        return self.score(self.model(ids, mask)).squeeze(-1).float()
+    def forward(self, ids, mask=None, keep=None):
+        """ids (B, T) -> fp32 (B, T), with several heads (B, T, heads). keep (B, T) bool: only at these N positions, (N,)."""
+        return self.score(self.model(ids, mask, keep=keep)).squeeze(-1).float()
 
     @torch.no_grad()
     def add_up(self, weights):

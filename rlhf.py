@@ -5,8 +5,7 @@ Stage 5b: PPO. The model answers, the reward model scores, and what scored bette
     torchrun --nproc_per_node=2 rlhf.py config/demo.py          the same number of answers, shared by two processes
 
 Four networks: the policy that is trained; the reference, a frozen copy of where it started; the reward model; and the
-value network ("critic"), which learns to foresee the score. Each update is the following, and ppo() below has it in
-the same order:
+value network ("critic"), which learns to foresee the score. Each update, in ppo() below, is:
 
     1. roll out       answers to some prompts, sampled from the policy
     2. judge          a score for each answer; log-probabilities of each token under policy and reference; values
@@ -19,8 +18,8 @@ the same order:
 PPO with a bug still learns: four different ones, planted in a small task, ended at 88 to 99 % of the full reward. So a
 rising reward is no proof. What is proof are identities that hold in the first update and in no run with those bugs:
 the ratio of new and old probabilities is 1, the divergence from the reference is 0, the mean of -log p over sampled
-tokens is the mean entropy, and padding changes nothing. They are checked before the first step is taken, and if one of
-them does not hold the run ends there and says what is probably wrong.
+tokens is the mean entropy, and padding changes nothing. Where one does not hold, the run ends before its first step and
+says what is probably wrong.
 
 Reads   out_dir/sft, out_dir/reward, data_dir/chat/prompts_{train,val}.jsonl: {"messages": [...]} a line, user last
 Writes  out_dir/ppo/step_N/         the policy, a Hugging Face folder
@@ -33,8 +32,6 @@ answer's advantage is by how much it is better than the other 7, and the diverge
 `gold` is the score of the rule that the preferences came from. Only the demonstration has one. It is never trained on:
 it is there to see whether the policy got better or only found what the reward model falls for.
 
-An interrupted run is continued by the same command, to the same end; a finished one says that it is done.
-
 Sources: Schulman et al. 2017 (arXiv 1707.06347); Stiennon et al. 2020 (2009.01325); Ouyang et al. 2022 (2203.02155);
 Huang et al. 2024 (2403.17031), whose list of details is followed here. The formulas are in engine/rl.py.
 """
@@ -42,7 +39,7 @@ import copy
 import hashlib
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import configure, refuse
@@ -73,7 +70,7 @@ dimensions: dict = {}          # {name: weight} of its heads; {}: those it was t
 seed = 1                       # of prompts, samples and minibatches
 device = "auto"                # 'auto', 'cpu', 'cuda'
 dtype = "auto"                 # of the matrix products: 'auto' (fp32 on a CPU), 'bf16', 'fp32'
-lora_rank = 0                  # above 0: only differences of that rank are learned, with a ten times larger learning rate
+lora_rank = 0                  # above 0: only differences of that rank are learned; learning rates ten times larger
 lora_alpha = 16.0              # they are multiplied by alpha / rank, see techniques/lora.py
 threads = 0                    # of a CPU; 0: the cores of the machine, shared by its processes
 deterministic = True           # the same bits in every run
@@ -132,21 +129,35 @@ class Batch:
     def prompt_width(self):
         return self.ids.size(1) - self.answer.size(1)
 
-    def rows(self, size):
-        """Row numbers in slices of `size`."""
-        return torch.arange(len(self.ids), device=self.ids.device).split(size)
+    def slices(self, rows, size):
+        """These rows in slices of at most `size` and of much the same length: padding is computed like all else."""
+        slices = []
+        for length, row in sorted(zip(self.mask[rows].sum(1).tolist(), rows.tolist())):
+            if not slices or len(slices[-1]) == size or length > 1.2 * slices[-1][0][0]:
+                slices.append([])
+            slices[-1].append((length, row))
+        return [rows.new_tensor([row for _, row in part]) for part in slices]
+
+    def read(self, rows):
+        """These rows as every network reads them, as wide as the longest: ids (b, T) from the left edge on, padded on
+        the right, where no real token sees it; where an answer's token is chosen, (b, T-1) bool, one place before it;
+        and where the answer ends, (b, T) bool."""
+        mask, width = self.mask[rows], self.prompt_width
+        lengths, prompts = mask.sum(1, keepdim=True), mask[:, :width].sum(1, keepdim=True)
+        place = torch.arange(int(lengths.max()), device=mask.device)
+        ids = self.ids[rows].gather(1, (width - prompts + place).clamp(max=mask.size(1) - 1))
+        return ids, ((place >= prompts - 1) & (place < lengths - 1))[:, :-1], place == lengths - 1
 
 
 # --- The networks at work --------------------------------------------------------------------------------------------
 
 def roll_out(policy, prompts, tokenizer, config, seed, setup):
-    """Samples an answer to each prompt (token ids) -> Batch.
-
-    top_k and top_p stay out of the call. With them, what is drawn would come from another distribution than the one
-    that is scored; the ratio does not show it (old and new are both scored in full), only the entropy identity does."""
-    stops = chat.stop_ids(tokenizer)
+    """Samples an answer to each prompt (token ids) -> Batch. Without top_k and top_p: with them, what is drawn comes
+    from another distribution than the one that is scored. The ratio does not show it (old and new are both scored in
+    full), only the entropy identity does."""
     with setup.autocast(), lora.merged(policy):
-        answers = generate(policy, prompts, config.max_new_tokens, stops, temperature=config.temperature, seed=seed)
+        answers = generate(policy, prompts, config.max_new_tokens, chat.stop_ids(tokenizer),
+                           temperature=config.temperature, seed=seed)
     before, behind = max(map(len, prompts)), max(map(len, answers.ids))
     ids = torch.full((len(prompts), before + behind), tokenizer.pad_id)
     mask, sampled = torch.zeros_like(ids, dtype=torch.bool), torch.zeros(len(prompts), behind)
@@ -155,42 +166,43 @@ def roll_out(policy, prompts, tokenizer, config, seed, setup):
         ids[row, start:end] = torch.tensor(prompt + answer)
         mask[row, start:end] = True                       # the end token is an answer's token like the others
         sampled[row, :len(answer)] = torch.tensor(answers.logprobs[row])
-    texts = [tokenizer.decode(answer) for answer in answers.ids]
     ids, mask, sampled, ended = (x.to(setup.device) for x in (ids, mask, sampled, torch.tensor(answers.stopped)))
-    return Batch(ids, mask, mask[:, before:], ended, sampled, texts)
+    return Batch(ids, mask, mask[:, before:], ended, sampled, [tokenizer.decode(answer) for answer in answers.ids])
 
 
 def answer_logprobs(model, batch, rows, config, with_entropy=False):
     """log p of the answers' tokens at the sampling temperature, (B, R). The one function for policy, reference and
     update: whatever it did wrong it would do wrong in all of them, and the ratio could not drift from 1 by a detail."""
-    found = logprobs(model, batch.ids[rows], batch.mask[rows], config.temperature, with_entropy)
-    first = batch.prompt_width - 1                        # log p of token t stands at t - 1, where it was predicted
-    return tuple(x[:, first:] for x in found) if with_entropy else found[:, first:]
+    ids, chooses, _ = batch.read(rows)
+    found, answer = logprobs(model, ids, None, config.temperature, with_entropy, chooses), batch.answer[rows]
+    return tuple(rl.spread(x, answer) for x in found) if with_entropy else rl.spread(found, answer)
 
 
 def answer_values(value, batch, rows):
     """What the critic expects *before* each token of the answer is chosen, (B, R). One place later it would have seen
     the token already, and the advantage would measure nothing."""
-    return value(batch.ids[rows], mask=batch.mask[rows])[:, batch.prompt_width - 1:-1]
+    ids, chooses, _ = batch.read(rows)
+    return rl.spread(value(ids[:, :-1], keep=chooses), batch.answer[rows])
 
 
 def answer_scores(reward, batch, rows):
     """The reward model's score of prompt and answer at their last real token, (B,)."""
-    return rl.at_last(reward(batch.ids[rows], mask=batch.mask[rows]), batch.mask[rows])
+    ids, _, ends = batch.read(rows)
+    return reward(ids, keep=ends)
 
 
 @torch.no_grad()
 def judge(policy, reference, value, reward, batch, config, setup):
-    """-> scores (B,), logprobs, ref_logprobs, values, entropies (B, R). The policy's log-probabilities are computed
-    again and not taken from the generator, whose cached keys round differently: in bf16 that alone moves the ratio by
-    1.5 %."""
-    parts = []
-    for rows in batch.rows(config.micro_batch_size):
+    """-> scores (B,), logprobs, ref_logprobs, values, entropies (B, R). The policy's log-probabilities are not taken
+    from the generator, whose cached keys round differently: in bf16 that alone moves the ratio by 1.5 %."""
+    parts, slices = [], batch.slices(torch.arange(len(batch.ids), device=batch.ids.device), config.micro_batch_size)
+    for rows in slices:
         with setup.autocast():
             old, entropies = answer_logprobs(policy, batch, rows, config, with_entropy=True)
             parts.append((answer_scores(reward, batch, rows), old, answer_logprobs(reference, batch, rows, config),
                           answer_values(value, batch, rows) if value else torch.zeros_like(old), entropies))
-    return tuple(torch.cat(column) for column in zip(*parts))
+    back = torch.cat(slices).argsort()                    # to the order of the batch
+    return tuple(torch.cat(column)[back] for column in zip(*parts))
 
 
 def critic_from(reward):
@@ -207,39 +219,36 @@ def critic_from(reward):
 def improve(policy, value, optimizers, batch, old, update, config, setup, check=False):
     """Epochs of minibatches over one batch of answers. old: dict of logprobs, values, advantages, returns (B, R) as
     they were when the answers were sampled. -> dict of means, and first_ratio: the largest |log ratio| before any step.
-
-    policy and value are two networks with two optimisers and two clipped gradients: no coefficient has to balance them,
-    and a critic that is far off can not take the policy's share of the norm. value: None in GRPO."""
+    policy and value (None in GRPO) have an optimiser and a clipped gradient each: no coefficient has to balance them,
+    and a critic that is far off can not take the policy's share of the norm."""
     networks = [network for network in (policy, value) if network]
     generator = torch.Generator().manual_seed(seed_of(config.seed, "minibatches", update, setup.rank))
     sums = torch.zeros(5, device=batch.ids.device)        # policy loss, value loss, approx_kl, clipped, tokens
     steps, first_ratio, stopped = 0, 0.0, False
     orders = [torch.randperm(len(batch.ids), generator=generator).to(batch.ids.device) for _ in range(config.epochs)]
     for rows in [rows for order in orders for rows in order.chunk(config.minibatches)]:
-        # All tokens of the step, on all ranks. Dividing by a micro-batch's own count would make a mean of means, in
-        # which a token of a short answer weighs more.
+        # All tokens of the step, on all ranks: in a mean of micro-batches' means, a short answer's token weighs more.
         count = all_sum(batch.answer[rows].sum(), setup)
         here = torch.zeros(4, device=batch.ids.device)
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
-        for micro in accumulate(rows.split(config.micro_batch_size), *networks):
+        for micro in accumulate(batch.slices(rows, config.micro_batch_size), *networks):
             mask, before = batch.answer[micro], old["logprobs"][micro]
             with setup.autocast():
                 new = answer_logprobs(policy, batch, micro, config)
                 loss = rl.policy_loss(new, before, old["advantages"][micro], config.clip_range)
-                error = torch.zeros((), device=loss.device)
+                if not value:
+                    loss = loss + old["kl_coef"] * rl.kl_loss(new, old["ref_logprobs"][micro])
+                    loss = loss * count * rl.token_weights(mask, config.aggregation, count, len(rows) * setup.world,
+                                                           config.max_new_tokens)         # a sum over tokens, as PPO's
+                loss = rl.masked_sum(loss, mask)
+                (loss * setup.world / count).backward()                     # DDP averages over ranks: hence * world
+                error = torch.zeros_like(loss)
                 if value:
-                    loss = rl.masked_sum(loss, mask)
-                    (loss * setup.world / count).backward()             # DDP averages over ranks: hence * world
-                    values = answer_values(value, batch, micro)
-                    error = rl.value_loss(values, old["values"][micro], old["returns"][micro], config.value_clip_range)
+                    error = rl.value_loss(answer_values(value, batch, micro), old["values"][micro],
+                                          old["returns"][micro], config.value_clip_range)
                     error = rl.masked_sum(error, mask)
                     (error * setup.world / count).backward()
-                else:
-                    loss = loss + old["kl_coef"] * rl.kl_loss(new, old["ref_logprobs"][micro])
-                    weights = rl.token_weights(mask, config.aggregation, count, len(rows) * setup.world, config.max_new_tokens)
-                    loss = rl.masked_sum(loss * weights, mask) * count         # as a sum over tokens, like the others
-                    (loss * setup.world / count).backward()
             with torch.no_grad():
                 moved = rl.masked_sum(rl.approx_kl(new, before), mask)
                 clipped = rl.masked_sum(rl.clipped(new, before, config.clip_range), mask)
@@ -247,11 +256,14 @@ def improve(policy, value, optimizers, batch, old, update, config, setup, check=
                 if steps == 0:
                     first_ratio = max(first_ratio, rl.largest(new - before, mask))
         here = all_sum(here, setup)
-        if check and steps == 0:
-            stop_if_wrong(ratio_problems(first_ratio, setup), setup)
-        # Has the policy left the neighbourhood in which these answers say something about it? Judged before the step
-        # and over all ranks, and then no step is taken: multiplying the loss by 0 would not do, Adam's momentum moves
-        # the weights without any gradient.
+        bound = 0.05 if setup.dtype != torch.float32 else 1e-5 if setup.device.type == "cpu" else 1e-4
+        if check and steps == 0:                              # the same weights on the same tokens, so the ratio is 1
+            stop_if_wrong([
+                f"the first minibatch's log ratio is up to {first_ratio:.2g} before any step; at most {bound} is "
+                "rounding. Probably the update scores at another temperature than the roll-out, has dropout on, or "
+                "looks at other positions."] * (first_ratio >= bound), setup)
+        # Has the policy left the neighbourhood in which these answers say something about it? Then no step is taken:
+        # multiplying the loss by 0 would not do, Adam's momentum moves the weights without any gradient.
         if stopped := bool(config.max_approx_kl and here[2] / count > config.max_approx_kl):
             break
         norms = [clip(network.parameters(), config.grad_clip).item() for network in networks]
@@ -277,92 +289,67 @@ def seed_of(*parts):
 
 def self_check(policy, reference, reward, batch, judged, config, setup, fresh):
     """The identities that hold before the first step, whatever the task. Ends the run with what is probably wrong."""
-    scores, old, ref, values, _ = judged
-    exact = setup.dtype == torch.float32
-    problems = []
+    _, old, ref, *_ = judged
+    exact, total, problems = setup.dtype == torch.float32, lambda t: all_sum(t, setup), []
+    surprises, entropies, variances = witness(policy, batch, config)
 
-    gap, most = generation_gap(policy, batch, old, config, setup)
+    # In bf16 single tokens are 0.07 apart for no other reason than rounding, so there it is the mean, and its measure
+    # what rounding does to scoring or generation, whichever is nearer to the witness.
+    mean = lambda x: rl.masked_mean(x.abs(), batch.answer, total).item()
+    apart = old - batch.sampled_logprobs
+    gap, most = (rl.largest(apart, batch.answer), 1e-4) if exact else (
+        mean(apart), 2 * min(mean(old + surprises), mean(batch.sampled_logprobs + surprises)))
     if not gap <= most:
         problems.append(
             f"log-probabilities of the sampled tokens are {'up to' if exact else 'on average'} {gap:.2g} apart between "
-            f"generation and scoring; rounding explains {most:.2g}. "
-            "Probably one of them does not divide by the temperature, does not count positions from the mask (prompts "
-            "are padded on the left), has dropout on, or computes in another precision.")
-
+            f"generation and scoring; rounding explains {most:.2g}. Probably one does not divide by the temperature, "
+            "counts positions of padding (on the left of prompts), has dropout on, or another precision.")
     drift = rl.largest(old - ref, batch.answer)
     if fresh and drift != 0:
         problems.append(
-            f"before the first step, policy and reference differ by up to {drift:.2g} in a token's log-probability; "
-            "it must be exactly 0. Probably the reference is not a copy of the policy, is scored at another "
-            "temperature, or one of them has dropout on.")
-
-    nats, errors = entropy_identity(policy, batch, config, setup)
+            f"before the first step, policy and reference differ by up to {drift:.2g} in a token's log-probability; it "
+            "must be exactly 0. Probably the reference is no copy, or scored at another temperature or with dropout.")
+    nats, errors = rl.entropy_gap(surprises, entropies, variances, batch.answer, total)
     if abs(errors) > 5:
         problems.append(
             f"the mean of -log p over the sampled tokens is {nats:+.3f} nats away from the mean entropy, {errors:+.1f} "
-            "standard errors. The tokens were not drawn from the distribution that scores them: "
-            f"{'top_k, top_p or a lower temperature' if errors < 0 else 'a higher temperature'} in sampling. PPO would "
-            "go on with a wrong gradient, and its ratio would not show it.")
+            "standard errors. The tokens were not drawn from the distribution that scores them. Probably there is "
+            f"{'top_k, top_p or a lower' if errors < 0 else 'a higher'} temperature when sampling. No ratio shows it.")
     elif abs(errors) > 3:
         setup.say(f"warning: -log p of the samples is {errors:+.1f} standard errors from the entropy; by chance that "
                   "happens 1 time in 370")
-
-    for name, moved in padding_gaps(policy, reward, batch, config, setup).items():
-        if moved > (1e-3 if exact else 0.2):
-            problems.append(
-                f"five more padding tokens on the left change the {name} by up to {moved:.2g}. Probably padding is "
-                "attended to, or positions are not counted from the mask.")
+    problems += [f"padding on the left changes the {name} by up to {moved:.2g}. Probably padding is attended to, or "
+                 "positions are not counted from the mask."
+                 for name, moved in padding_gaps(policy, reward, batch, config, setup).items()
+                 if moved > (1e-3 if exact else 0.2)]
     stop_if_wrong(problems, setup)
     setup.say(f"self-check: generation and scoring agree to {gap:.1g}, the reference to {drift:.1g}; -log p of the "
               f"samples is {errors:+.1f} standard errors from the entropy")
 
 
 @torch.no_grad()
-def generation_gap(policy, batch, old, config, setup):
-    """(how far the generator's log-probabilities are from `old`, how far they may be), in nats. In fp32 the largest
-    difference, 1e-4. In bf16 single tokens are 0.07 apart for no other reason than rounding, so there it is the mean,
-    and its measure what rounding does to scoring: twice the mean distance of `old` from scores in fp32."""
-    difference = old - batch.sampled_logprobs
-    if setup.dtype == torch.float32:
-        return rl.largest(difference, batch.answer), 1e-4
-    exact = torch.cat([answer_logprobs(policy, batch, rows, config) for rows in batch.rows(config.micro_batch_size)])
-    mean = lambda x: rl.masked_mean(x.abs(), batch.answer, lambda t: all_sum(t, setup)).item()
-    return mean(difference), 2 * mean(old - exact)
-
-
-@torch.no_grad()
-def entropy_identity(policy, batch, config, setup):
-    """mean(-log p of the samples) - mean entropy -> (nats, standard errors). From the model's logits directly, and not
-    through `logprobs`, so that it is a second witness."""
+def witness(policy, batch, config):
+    """-log p of the sampled tokens, and entropy and variance where each was chosen, (B, R) each. From fp32 logits, with
+    padding where the generator had it, and not through `logprobs`, so that it is a second witness."""
     parts, width = [], batch.prompt_width
-    for rows in batch.rows(config.micro_batch_size):
-        with setup.autocast():
-            logits = policy(batch.ids[rows], mask=batch.mask[rows])[:, width - 1:-1].float() / config.temperature
+    for rows in torch.arange(len(batch.ids), device=batch.ids.device).split(config.micro_batch_size):
+        logits = policy(batch.ids[rows], mask=batch.mask[rows])[:, width - 1:-1].float() / config.temperature
         parts.append(rl.surprise(logits, batch.ids[rows][:, width:]))
-    return rl.entropy_gap(*(torch.cat(column) for column in zip(*parts)), batch.answer, lambda t: all_sum(t, setup))
+    return tuple(torch.cat(column) for column in zip(*parts))
 
 
 @torch.no_grad()
 def padding_gaps(policy, reward, batch, config, setup, extra=5):
-    """-> {name: gap}: how far log-probabilities, values and scores of a few answers move with padding before them. Values:
-    those that the critic's way of reading gives of the reward model, since the critic still says 0 to everything."""
-    rows = torch.arange(min(4, len(batch.ids)), device=batch.ids.device)
-    padded = replace(batch, ids=pad(batch.ids, (extra, 0)), mask=pad(batch.mask, (extra, 0)))
+    """-> {name: gap}: how far log-probabilities, values and scores of a few answers are from those of the same rows as
+    they stand, with `extra` more padding on the left. Values: what the critic's way of reading gives of the reward
+    model, since the critic still says 0 to everything."""
+    rows, first = torch.arange(min(4, len(batch.ids)), device=batch.ids.device), batch.prompt_width + extra - 1
+    ids, mask, answer = pad(batch.ids[rows], (extra, 0)), pad(batch.mask[rows], (extra, 0)), batch.answer[rows]
     with setup.autocast():
-        found = [(answer_logprobs(policy, version, rows, config), answer_values(reward, version, rows),
-                  answer_scores(reward, version, rows)) for version in (batch, padded)]
-    masks = {"log-probabilities": batch.answer[rows], "values": batch.answer[rows], "scores": rows >= 0}
-    return {name: rl.largest(a - b, mask) for (name, mask), a, b in zip(masks.items(), *found)}
-
-
-def ratio_problems(first_ratio, setup):
-    """The largest |log ratio| of the first minibatch, before any step: the same weights on the same tokens."""
-    bound = 0.05 if setup.dtype != torch.float32 else 1e-5 if setup.device.type == "cpu" else 1e-4
-    if first_ratio < bound:
-        return []
-    return [f"the first minibatch's log ratio is up to {first_ratio:.2g} before any step was taken; at most {bound} is "
-            "rounding. Probably the update scores at another temperature than the roll-out, has dropout on, or looks "
-            "at other positions."]
+        seen, logp = reward(ids, mask=mask), logprobs(policy, ids, mask, config.temperature)
+        return {"log-probabilities": rl.largest(answer_logprobs(policy, batch, rows, config) - logp[:, first:], answer),
+                "values": rl.largest(answer_values(reward, batch, rows) - seen[:, first:-1], answer),
+                "scores": rl.largest(answer_scores(reward, batch, rows) - rl.at_last(seen, mask), answer.any(1))}
 
 
 def stop_if_wrong(problems, setup):
@@ -374,19 +361,10 @@ def stop_if_wrong(problems, setup):
 
 # --- Prompts and results ---------------------------------------------------------------------------------------------
 
-def read_prompts(path, tokenizer, longest):
-    """The prompts of a file -> list of {"ids", "kind", "content"}, and how many were left out as longer than `longest`:
-    the generator would cut them, and the answer would be to another question."""
-    prompts = [{"ids": chat.render(tokenizer, record["messages"], open_assistant=True)[0], "kind": record.get("kind"),
-                "content": record["messages"][-1]["content"]} for record in chat.read_prompts(path)]
-    short = [prompt for prompt in prompts if len(prompt["ids"]) <= longest]
-    return short, len(prompts) - len(short)
-
-
 def measures(batch, prompts, scores, drift):
     """What is told of answers, (5, B) in the order of MEASURES. scores (B,), drift (B, R) log(policy / reference). gold
     is what the rule behind the preferences thinks of them; NaN where there is no rule."""
-    gold = [remark.score(text) if prompt["kind"] == "remark" else math.nan
+    gold = [remark.score(text) if prompt.get("kind") == "remark" else math.nan
             for prompt, text in zip(prompts, batch.texts)]
     return torch.stack([scores, torch.tensor(gold, device=scores.device), torch.where(batch.answer, drift, 0.0).sum(-1),
                         batch.ended.float(), batch.answer.sum(-1).float()])
@@ -402,7 +380,7 @@ def evaluate(policy, reference, value, reward, prompts, tokenizer, config, setup
         scores, old, ref, *_ = judge(policy, reference, value, reward, batch, config, setup)
         found = measures(batch, some, scores, old - ref)
         columns.append(torch.cat([found, found[1:2].square()]))            # gold's square, for its deviation
-        examples += [f"{prompt['content']} -> {text}" for prompt, text in zip(some, batch.texts)]
+        examples += [f"{prompt['messages'][-1]['content']} -> {text}" for prompt, text in zip(some, batch.texts)]
     *means, square = (all_sum(torch.cat(columns, dim=1).double().sum(-1), setup) / len(prompts)).tolist()
     numbers = dict(zip(MEASURES, means))
     deviation = max(0.0, square - numbers["gold"] ** 2) ** 0.5
@@ -413,11 +391,10 @@ def verdict(before, after, config):
     """Whether the result is what was promised. gold, where there is one, must rise by a standard deviation of the
     starting model's answers."""
     rise = (after["gold"] - before["gold"]) / max(before["gold_deviation"], 1e-9)
-    bounds = {} if math.isnan(rise) else {"gold_rise": {"found": rise, "at_least": 1.0, "held": rise >= 1.0}}
-    for name, side, bound in (("stop_rate", "at_least", config.bound_stop_rate),
-                              ("kl", "at_most", config.bound_kl), ("length", "at_most", config.bound_length)):
-        found = after[name]
-        bounds[name] = {"found": found, side: bound, "held": found >= bound if side == "at_least" else found <= bound}
+    bounds = {name: {"found": found, "at_least": bound, "held": found >= bound} for name, found, bound in (
+        ("gold_rise", rise, 1.0), ("stop_rate", after["stop_rate"], config.bound_stop_rate)) if not math.isnan(found)}
+    for name, bound in (("kl", config.bound_kl), ("length", config.bound_length)):
+        bounds[name] = {"found": after[name], "at_most": bound, "held": after[name] <= bound}
     return {"gold_rise_in_deviations": rise, "bounds": bounds}
 
 
@@ -430,9 +407,8 @@ def show(result, folder, verdicts):
         promise = f"at least {bound['at_least']}" if "at_least" in bound else f"at most {bound['at_most']}"
         word = "too short a run to judge" if not verdicts else "held    " if bound["held"] else "NOT HELD"
         print(f"{word}  {name} {bound['found']:.2f}, promised {promise}")
-    for example in result["after"]["examples"]:
-        print(printable(f"    {example}"))
-    print(f"policy in {folder}", flush=True)
+    for text in (*(f"    {example}" for example in result["after"]["examples"]), f"policy in {folder}"):
+        print(printable(text), flush=True)
 
 
 # --- The run ---------------------------------------------------------------------------------------------------------
@@ -442,14 +418,13 @@ def problems_of(config, setup):
     found = []
     if config.top_k != 0 or config.top_p != 1.0:
         found.append(f"top_k = {config.top_k}, top_p = {config.top_p}: PPO weighs each token by its probability under "
-                     "the policy, so tokens must be drawn from exactly that distribution, which only top_k = 0 and "
-                     "top_p = 1.0 do. (Use them in sample.py, where nothing is learned from the samples.)")
-    if config.episodes < 1 or config.episodes % (setup.world * max(1, config.minibatches)):
-        found.append(f"episodes = {config.episodes} can not be shared by {setup.world} processes and "
-                     f"{config.minibatches} minibatches")
-    if config.group == 1 or config.group < 0 or config.episodes % max(1, config.group * setup.world):
-        found.append(f"group must be 0 (PPO) or from 2 on, and {setup.world} processes with whole groups must make up "
-                     f"episodes = {config.episodes}; found {config.group}")
+                     "the policy, so it must be drawn from just that distribution, which only 0 and 1.0 do")
+    episodes, world = config.episodes, setup.world
+    if episodes < 1 or episodes % (world * max(1, config.minibatches)):
+        found.append(f"{episodes = } can not be shared by {world} processes and {config.minibatches} minibatches")
+    if config.group == 1 or config.group < 0 or episodes % max(1, config.group * world):
+        found.append(f"group must be 0 (PPO) or from 2 on, and {world} processes with whole groups must make up "
+                     f"{episodes = }; found {config.group}")
     if config.aggregation not in ("token", "sequence", "constant"):
         found.append(f"aggregation must be 'token', 'sequence' or 'constant', found {config.aggregation!r}")
     found += config.below_one("updates", "epochs", "minibatches", "max_new_tokens", "micro_batch_size", "log_every",
@@ -457,8 +432,8 @@ def problems_of(config, setup):
     found += config.outside(temperature=(0.01,), gamma=(0, 1), lam=(0, 1), clip_range=(0,), value_clip_range=(0,),
                             kl_coef=(0,), kl_target=(0,)) + optimiser_problems(config)
     found += weight_problems(config.dimensions) + lora.problems(config.lora_rank, config.lora_alpha, 0.0, lora.LINEARS)
-    if config.eval_prompts < setup.world:
-        found.append(f"eval_prompts = {config.eval_prompts}: expected at least one for each of {setup.world} processes")
+    if config.eval_prompts < world:
+        found.append(f"eval_prompts = {config.eval_prompts}: expected at least one for each of {world} processes")
     return found
 
 
@@ -476,11 +451,10 @@ def read_models(config, setup):
     if "ForSequenceClassification" not in str(read_json(theirs / "config.json").get("architectures")):
         found.append(f"{theirs} is no reward model: it has no head of one number. reward.py makes one")
     if reward.config.block_size < policy.config.block_size:
-        found.append(f"{theirs} reads {reward.config.block_size} tokens, "
-                     f"{ours} writes up to {policy.config.block_size}")
+        found.append(f"{theirs} reads {reward.config.block_size} tokens, {ours} writes {policy.config.block_size}")
     weights = config.dimensions or reward.dimensions
     if unknown := weights.keys() - reward.dimensions.keys():
-        found.append(f"dimensions: {theirs} has no head for {', '.join(sorted(unknown))}; it has "
+        found.append(f"dimensions: {theirs} has no head for {', '.join(sorted(unknown))}, but for "
                      f"{', '.join(reward.dimensions) or 'one without a name'}")
     refuse_once(setup, *found)
     if weights:
@@ -489,38 +463,34 @@ def read_models(config, setup):
 
 
 def main(config):
-    # RL on a CPU is in fp32: bf16 moves the ratio by more than a step of PPO does.
     on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
-    dtype = "fp32" if config.dtype == "auto" and on_cpu else config.dtype
+    dtype = "fp32" if config.dtype == "auto" and on_cpu else config.dtype      # bf16 moves the ratio more than a step
     setup = start(config.device, dtype, config.deterministic, config.threads, config.seed)
     with Alive(setup) as alive:
         ppo(config, setup, alive)
 
 
 def ppo(config, setup, alive):
-    # Whether there is anything left to do.
     refuse_once(setup, *problems_of(config, setup))
     data = Path(config.data_dir) / "chat"
     files = [data / f"prompts_{name}.jsonl" for name in ("train", "val")]
-    refuse_missing(setup, dict.fromkeys(files, "prompts"), "The demonstration's are made by: "
-                   + config.command("prepare_chat.py"))
+    refuse_missing(setup, dict.fromkeys(files, "prompts"),
+                   "The demonstration's are made by: " + config.command("prepare_chat.py"))
     policy, reward, tokenizer, folders = read_models(config, setup)
 
     # The prompts: for training, and held out. Looked at before the folder is bound to the settings.
-    context = policy.config.block_size
-    longest = context - config.max_new_tokens
-    (prompts, long), (held_out, _) = (read_prompts(file, tokenizer, longest) for file in files)
+    longest = policy.config.block_size - config.max_new_tokens
+    (prompts, long), (held_out, _) = (chat.rendered_prompts(file, tokenizer, longest) for file in files)
     held_out = held_out[:config.eval_prompts]
     if not prompts or len(held_out) < setup.world:
-        refuse_once(setup, f"{data}: no prompts of at most {longest} tokens (the model's {context} less "
-                    "max_new_tokens) in prompts_train.jsonl or prompts_val.jsonl, or fewer than processes")
-    size, learners = policy.n_params(), 1 if config.group else 2
-    run, lock = open_run(config, "ppo", setup, size, 3 * size * learners, **folders, prompts=files[0])
+        refuse_once(setup, f"{data}: no prompts of at most {longest} tokens (block_size less max_new_tokens) in "
+                    "prompts_train.jsonl or prompts_val.jsonl, or fewer than processes")
+    size = policy.n_params()
+    run, lock = open_run(config, "ppo", setup, size, size * (3 if config.group else 6), **folders, prompts=files[0])
     if lock is None:
         return
 
-    # The four networks. All of them stay in eval mode for the whole run: with dropout on, the ratio of new and old
-    # probabilities would be noise.
+    # The four networks, in eval mode for the whole run: with dropout on, the ratio would be noise.
     policy.to(setup.device).eval()
     reward.to(setup.device).eval().requires_grad_(False)
     value = None if config.group else critic_from(reward)
@@ -531,20 +501,20 @@ def ppo(config, setup, alive):
     else:
         reference = copy.deepcopy(policy).requires_grad_(False)
     held = [network for network in (policy, value, reward, reference) if isinstance(network, torch.nn.Module)]
-    bytes_of = lambda p: p.nbytes * (4 if p.requires_grad else 1)          # with its gradient and Adam's two moments
-    memory = sum(bytes_of(p) for network in held for p in network.parameters())
-    setup.say(f"ppo: {len(held)} networks of {policy.n_params():,} parameters, {memory / 2**20:,.0f} MiB: policy"
+    memory = sum(p.nbytes * (4 if p.requires_grad else 1) for network in held for p in network.parameters())
+    setup.say(f"ppo: {len(held)} networks of {size:,} parameters, {memory / 2**20:,.0f} MiB: policy"
               f"{' and critic' if value else ''} with gradients and Adam's moments, reward model and reference frozen"
-              f"{' (the reference is the policy without its LoRA)' if config.lora_rank else ''}; on {setup.device}, {setup.dtype}\n"
-              f"ppo: {len(prompts):,} prompts ({long} too long), {len(held_out)} held out; {config.updates} updates of "
-              f"{config.episodes} answers, {config.epochs} epochs of {config.minibatches} minibatches")
+              f"{' (the reference is the policy without its LoRA)' if config.lora_rank else ''}; on {setup.device}, "
+              f"{setup.dtype}\nppo: {len(prompts):,} prompts ({long} too long), {len(held_out)} held out; "
+              f"{config.updates} updates of {config.episodes} answers, {config.epochs} epochs of {config.minibatches} "
+              "minibatches")
 
     # Adam's eps: with the usual 1e-8, parameters whose gradients are next to nothing take steps of full size.
-    modules, peaks = {"policy": policy, "value": value}, (config.learning_rate, config.value_learning_rate)
-    modules = {name: module for name, module in modules.items() if module}
+    modules = {"policy": policy, **({"value": value} if value else {})}
+    peaks = config.learning_rate, config.value_learning_rate
     moments = {name: adamw(modules[name], peak, config.weight_decay, eps=1e-5) for name, peak in zip(modules, peaks)}
     optimizers = list(moments.values())
-    trained = wrap(policy, setup), value and wrap(value, setup)     # gradients pass through these, or the ranks would drift apart
+    trained = wrap(policy, setup), value and wrap(value, setup)     # so that ranks do not drift apart
 
     # Where it starts from: a checkpoint of this run, or the held-out numbers of the starting model.
     state = checkpoint.resume(run, modules, moments, setup) or {"step": 0}
@@ -572,16 +542,17 @@ def ppo(config, setup, alive):
         scores, old, ref, values, entropies = judged
 
         # 3. Reward. The divergence is in the reward and not in the loss, so that GAE hands it on to the tokens before.
-        penalised = rl.penalise_missing_end(scores, batch.ended, config.missing_end_penalty)
-        rewards = rl.kl_rewards(old, ref, batch.answer, kl_coef)
-        rewards = rl.place_score(rewards, penalised, batch.answer)         # at the end token itself
-
         # 4. Advantages. The critic learns returns as they are; the policy gets advantages whitened over all ranks.
-        advantages, returns = rl.gae(rewards, values, batch.answer, config.gamma, config.lam)
-        whitened = rl.whiten(advantages, batch.answer, total=total)
+        before = {"logprobs": old, "ref_logprobs": ref, "values": values, "kl_coef": kl_coef}
+        penalised = rl.penalise_missing_end(scores, batch.ended, config.missing_end_penalty)
         if config.group:
             better = rl.group_advantages(penalised, config.group, config.group_deviation)
-            whitened = torch.where(batch.answer, better[:, None], 0.0)
+            before["advantages"] = torch.where(batch.answer, better[:, None], 0.0)
+        else:
+            rewards = rl.kl_rewards(old, ref, batch.answer, kl_coef)
+            rewards = rl.place_score(rewards, penalised, batch.answer)         # at the end token itself
+            advantages, before["returns"] = rl.gae(rewards, values, batch.answer, config.gamma, config.lam)
+            before["advantages"] = rl.whiten(advantages, batch.answer, total=total)
         scored = time.perf_counter()
 
         # 5. Self-check, before anything is learned.
@@ -590,38 +561,35 @@ def ppo(config, setup, alive):
             self_check(policy, reference, reward, batch, judged, config, setup, fresh=update == 0)
 
         # 6. Improve.
-        before = {"logprobs": old, "values": values, "advantages": whitened, "returns": returns, "ref_logprobs": ref,
-                  "kl_coef": kl_coef}
         learned = improve(*trained, optimizers, batch, before, update, config, setup, check)
 
         # 7. Log, adapt, save.
-        per_answer = total(measures(batch, asked, scores, old - ref).sum(-1)) / config.episodes
-        numbers = dict(zip(MEASURES, per_answer.tolist()))
-        numbers["entropy"] = rl.masked_mean(entropies, batch.answer, total).item()
-        numbers["explained_variance"] = rl.explained_variance(values, returns, batch.answer, total).item()
-        numbers.update(learned, kl_coef=kl_coef, lr=lr, rollout_seconds=rolled_out - began,
-                       scoring_seconds=scored - rolled_out, update_seconds=time.perf_counter() - scored)
+        means = (total(measures(batch, asked, scores, old - ref).sum(-1)) / config.episodes).tolist()
+        numbers = dict(zip(MEASURES, means))
+        if value:
+            numbers["explained_variance"] = rl.explained_variance(values, before["returns"], batch.answer, total).item()
+        numbers.update(learned, entropy=rl.masked_mean(entropies, batch.answer, total).item(), kl_coef=kl_coef, lr=lr,
+                       rollout_seconds=rolled_out - began, scoring_seconds=scored - rolled_out,
+                       update_seconds=time.perf_counter() - scored)
         if config.kl_target:
             kl_coef = rl.adapted_kl_coef(kl_coef, numbers["kl"], config.kl_target, config.episodes, config.kl_horizon)
         monitor.advance()
-        done = update + 1
+        done, leaving = update + 1, alive.leaving()
         if done % config.log_every == 0 or done == config.updates:
             line = "score {score:+.2f}  gold {gold:+.2f}  kl {kl:.2f}  stops {stop_rate:.0%}  length {length:.1f}"
             monitor.log(done, line.format(**numbers), **numbers)
-        leaving = alive.leaving()
         if done < config.updates:
-            facts = {"kl_coef": kl_coef, "before": at_start}
-            end_step(run, done, config.updates, config, modules, moments, tokenizer, facts, setup, monitor, leaving,
-                     plain=lora.merged)
+            end_step(run, done, config.updates, config, modules, moments, tokenizer,
+                     {"kl_coef": kl_coef, "before": at_start}, setup, monitor, leaving, plain=lora.merged)
     monitor.close()
 
     # What has come of it, on the held-out prompts.
     after = evaluate(policy, reference, value, reward, held_out, tokenizer, config, setup)
     with lora.merged(policy):
         folder = checkpoint.save_light(run, config.updates, policy, tokenizer, setup, {"config_hash": config.hash})
-    result = {"updates": config.updates, "episodes": config.episodes, "before": at_start, "after": after,
-              **verdict(at_start, after, config)}
     if setup.is_main:
+        result = {"updates": config.updates, "episodes": config.episodes, "before": at_start, "after": after,
+                  **verdict(at_start, after, config)}
         write_json(run / "result.json", result)
         show(result, folder, config.verdicts)
     finish(setup)

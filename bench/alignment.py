@@ -72,7 +72,7 @@ def measured(folder, seed, config):
     setup = start("cpu", "fp32", True, config.threads, seed)
     reference, reward, tokenizer, _ = rlhf.read_models(theirs, setup)
     policy, _ = read_model(find_folder(folder), attention=theirs.attention)
-    prompts, _ = rlhf.read_prompts(Path(config.data_dir) / "chat" / "prompts_val.jsonl", tokenizer,
+    prompts, _ = rlhf.chat.rendered_prompts(Path(config.data_dir) / "chat" / "prompts_val.jsonl", tokenizer,
                                    policy.config.block_size - theirs.max_new_tokens)
     networks = [network.eval().requires_grad_(False) for network in (policy, reference)]
     return rlhf.evaluate(*networks, None, reward.eval(), prompts[:theirs.eval_prompts], tokenizer, theirs, setup)

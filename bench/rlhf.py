@@ -2,18 +2,21 @@
 How many answers PPO learns from in a second, beside TRL's PPO on the same model, prompts, lengths, epochs and minibatches.
 
     pip install 'trl==1.10.0'          the last one with a PPO: trl.experimental.ppo; in an environment of its own
-    python bench/rlhf.py                                        an untrained model; every answer has all of new_tokens
-    python bench/rlhf.py --models=out/demo --data_dir=data/demo --new_tokens=64        the demo's; its answers end by themselves
+    python bench/rlhf.py                                        an untrained model, whose answers end after about 27 tokens
+    python bench/rlhf.py --ends=False --new_tokens=32           every answer has all of new_tokens
+    python bench/rlhf.py --models=out/demo --data_dir=data/demo                 the demo's
 
 Each of `pairs` pairs is a run of ours and one of theirs in one process, `updates` updates each, of which the first is not
 counted (it warms up, and checks itself). All of an update counts: sampling, scoring by reference, critic and reward model,
 two epochs of two minibatches; loading, saving and what is evaluated before and after do not. fp32, nothing compiled. The
-ratio is the median over the pairs. Both do nearly the same products, and these take the time; only that rlhf.py stops sampling
-with the longest answer and learns from no more than that, where TRL goes on to the limit.
+ratio is the median over the pairs. The products of matrices take the time, and where every answer is as long as the limit both
+do nearly the same ones. Where answers end by themselves TRL still samples, scores and learns at the limit's width; rlhf.py reads
+answers of one length together, and has logits and the last layer's MLP for the answers' tokens only.
 """
 import contextlib
 import io
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -28,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 import rlhf  # noqa: E402
 from configurator import configure, refuse  # noqa: E402
-from engine import hf, parallel  # noqa: E402
+from engine import hf  # noqa: E402
 from engine.files import write_atomic  # noqa: E402
 from engine.monitor import read_log  # noqa: E402
 from engine.tokenizer import PATTERNS, SPECIAL_TOKENS, Tokenizer  # noqa: E402
@@ -37,7 +40,8 @@ from model import Llama, ModelConfig, ScalarModel  # noqa: E402
 pairs = 3
 updates = 3
 episodes = 64           # answers per update
-new_tokens = 32
+new_tokens = 64
+ends = True             # of the untrained model: each of its tokens is the end with probability 1/30
 threads = 1
 models = ""             # a folder with sft and reward, for prompts in data_dir; empty: made here
 data_dir = ""
@@ -57,6 +61,9 @@ def write_world(folder):
     """An untrained policy, a reward model, and prompts of 12 to 27 tokens."""
     words = tokenizer()
     policy = Llama(ModelConfig(**SHAPE)).init_weights(1)
+    with torch.no_grad():                       # the end token's row points to where hidden states are
+        usual = policy.model(torch.randint(2048, (64, 16), generator=torch.Generator().manual_seed(1))).flatten(0, 1).mean(0)
+        policy.lm_head.weight[words.special("<|end|>")] += math.log(2048 / 29) * usual / usual.square().sum()
     hf.save_model(folder / "sft", policy, words)
     hf.save_model(folder / "reward", ScalarModel(policy.config).init_weights(2), words)
     for name in ("train", "val"):
@@ -67,7 +74,8 @@ def write_world(folder):
 
 def ours(folder, config, number):
     """Seconds of each update but the first, and their parts."""
-    if not config.models:
+    ends = config.models or config.ends
+    if not ends:
         rlhf.chat.stop_ids = lambda words: set()
     source = config.models or folder
     settings = configure(vars(rlhf), [
@@ -78,7 +86,7 @@ def ours(folder, config, number):
     with contextlib.redirect_stdout(io.StringIO()):
         rlhf.main(settings)
     records = [record for record in read_log(folder / str(number) / "ppo") if "rollout_seconds" in record][1:]
-    assert all(record["optimizer_steps"] == 4 and (config.models or record["length"] == config.new_tokens) for record in records)
+    assert all(record["optimizer_steps"] == 4 and (ends or record["length"] == config.new_tokens) for record in records)
     return [[record[f"{part}_seconds"] for part in ("rollout", "scoring", "update")] for record in records]
 
 
@@ -98,7 +106,7 @@ def theirs(folder, config, number):
     torch.set_num_threads(config.threads)
     sft, reward = (hf.find_folder(Path(config.models or folder) / stage) for stage in ("sft", "reward"))
     words = Tokenizer.load(sft)
-    prompts, _ = rlhf.read_prompts(Path(config.data_dir or folder) / "chat" / "prompts_train.jsonl", words, 256 - config.new_tokens)
+    prompts, _ = rlhf.chat.rendered_prompts(Path(config.data_dir or folder) / "chat" / "prompts_train.jsonl", words, 256 - config.new_tokens)
     data = Dataset.from_dict({"input_ids": [prompt["ids"] for prompt in prompts]})
     processor = PreTrainedTokenizerFast(tokenizer_file=str(sft / "tokenizer.json"), padding_side="left",
                                         pad_token="<|pad|>", eos_token="<|eos|>")
@@ -110,7 +118,7 @@ def theirs(folder, config, number):
         num_mini_batches=2, num_ppo_epochs=2, total_episodes=config.episodes * config.updates, response_length=config.new_tokens,
         local_rollout_forward_batch_size=config.episodes, temperature=1.0, kl_coef=0.05, learning_rate=3e-4, use_cpu=True,
         bf16=False, report_to="none", save_strategy="no", num_sample_generations=0, disable_tqdm=True, seed=number + 1,
-        stop_token_id=words.special("<|end|>") if config.models else None)
+        stop_token_id=words.special("<|end|>") if config.models or config.ends else None)
     clock = Clock()
     clock.times = []
     with contextlib.redirect_stdout(io.StringIO()):

@@ -249,6 +249,14 @@ def read_prompts(path):
     return read_lines(path, lambda entry: wrong_messages(entry, "messages", last="user"))
 
 
+def rendered_prompts(path, tokenizer, longest):
+    """The prompts of a file, each with its "ids", and how many were left out as longer than `longest`: generation would
+    cut them, and the answer would be to another question."""
+    prompts = [{**entry, "ids": render(tokenizer, entry["messages"], open_assistant=True)[0]} for entry in read_prompts(path)]
+    short = [prompt for prompt in prompts if len(prompt["ids"]) <= longest]
+    return short, len(prompts) - len(short)
+
+
 def wrong_messages(entry, name, last):
     """What is wrong with the messages in entry[name], which `last` ('user' or 'assistant') should end. -> sentences"""
     messages = entry.get(name)

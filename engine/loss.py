@@ -67,15 +67,17 @@ def model_losses(model, ids, targets, chunk=0, z_loss=0.0, weights=None, **more)
     return model(ids, read=read, **more)
 
 
-def logprobs(model, ids, mask, temperature=1.0, with_entropy=False):
-    """log p(ids[t+1] | ids[..t]) for every position but the first, fp32.
+def logprobs(model, ids, mask=None, temperature=1.0, with_entropy=False, keep=None):
+    """log p(ids[t+1] | ids[..t]) for every position but the last, fp32.
 
-    ids (B, T) int64; mask (B, T) bool, True where a token is real (padding may be left or right); temperature: that of
-    sampling, since a policy that samples at 0.7 and is scored at 1 is two policies.
-    -> (B, T-1); with_entropy: also the entropy of each of those distributions, in nats, (B, T-1)."""
-    logits = model(ids, mask=mask)[:, :-1].float() / temperature
-    logp = logits.log_softmax(-1)                                          # (B, T-1, V)
-    chosen = logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    ids (B, T) int64; mask (B, T) bool, True where a token is real (padding may be left or right; None: on the right only);
+    temperature: that of sampling, since a policy that samples at 0.7 and is scored at 1 is two policies.
+    keep (B, T-1) bool: only at these N positions.
+    -> (B, T-1) or (N,); with_entropy: also the entropy of each of those distributions, in nats."""
+    logits = model(ids[:, :-1], mask=mask if mask is None else mask[:, :-1], keep=keep).float()
+    logp = (logits if temperature == 1 else logits / temperature).log_softmax(-1)          # (B, T-1, V) or (N, V)
+    chosen = ids[:, 1:] if keep is None else ids[:, 1:][keep]
+    chosen = logp.gather(-1, chosen[..., None]).squeeze(-1)
     if not with_entropy:
         return chosen
     return chosen, -(logp.exp() * logp).sum(-1)

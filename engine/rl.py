@@ -32,6 +32,11 @@ def at_last(values, mask):
     return torch.where(is_last(mask), values, 0.0).sum(-1)
 
 
+def spread(values, mask):
+    """values (N,), one for each True of mask -> as mask (B, R), 0 where it is False"""
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
 def masked_sum(x, mask):
     """The sum of x where mask is True. Divide it by the count of the whole optimiser step."""
     return torch.where(mask, x, 0.0).sum()

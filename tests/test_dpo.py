@@ -18,19 +18,13 @@ from planted import passes, plant
 from safetensors.torch import load_file
 from programs import Program
 from small import ALONE
-
-
-@pytest.fixture(scope="module")
-def words():
-    return toy.tokenizer()
+from toy import words      # noqa: F401 (fixture)
 
 
 @pytest.fixture(scope="module")
 def world(words, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("dpo")
-    toy.write_data(folder / "data", pairs=64, control=4)
+    folder = toy.untrained(tmp_path_factory.mktemp("dpo"), words, pairs=64, control=4)
     shutil.copyfile(folder / "data" / "chat" / "preferences_train.jsonl", folder / "data" / "chat" / "preferences_val.jsonl")
-    toy.save(folder / "out" / "sft", toy.model(words, sharpness=4.0), words)
     return folder
 
 

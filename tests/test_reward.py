@@ -20,20 +20,12 @@ from model import ScalarModel
 from planted import passes, plant
 from programs import Program
 from small import ALONE
-
-
-@pytest.fixture(scope="module")
-def words():
-    return toy.tokenizer()
+from toy import words      # noqa: F401 (fixture)
 
 
 @pytest.fixture(scope="module")
 def world(words, tmp_path_factory):
-    """A folder with data and an untrained model where sft.py would have put a trained one."""
-    folder = tmp_path_factory.mktemp("reward")
-    toy.write_data(folder / "data", pairs=40, control=12)
-    toy.save(folder / "out" / "sft", toy.model(words, sharpness=4.0), words)
-    return folder
+    return toy.untrained(tmp_path_factory.mktemp("reward"), words, pairs=40, control=12)
 
 
 def scalar(words, seed=3):

@@ -37,7 +37,7 @@ MISTAKES = {
     "padding is whitened along": (
         rl, "whiten", "mean = masked_mean(x, mask, total)", "mean = x.mean()", test_rl.test_whitening_removes_the_mean_under_the_mask_only),
     "advantages are not whitened": (
-        rlhf, "ppo", "whitened = rl.whiten(advantages, batch.answer, total=total)", "whitened = advantages",
+        rlhf, "ppo", "rl.whiten(advantages, batch.answer, total=total)", "advantages",
         test_rlhf.test_an_update_put_together_again_by_hand),
     "a large divergence lowers its weight": (
         rl, "adapted_kl_coef", "kl / target - 1", "1 - kl / target", test_rl.test_adaptive_coefficient_moves_the_right_way),
@@ -75,8 +75,11 @@ MISTAKES = {
     "scored at temperature 1": (rlhf, "answer_logprobs", "config.temperature", "1.0", SCORED),
     "sampled at temperature 1": (rlhf, "roll_out", "temperature=config.temperature", "temperature=1.0", SCORED),
     "scored at other places": (
-        rlhf, "answer_logprobs", "logprobs(model, batch.ids[rows]", "logprobs(model, batch.ids[rows].roll(-1, 1)", SCORED),
-    "padding is attended to": (rlhf, "answer_logprobs", "batch.mask[rows]", "torch.ones_like(batch.mask[rows])", SCORED),
+        rlhf, "answer_logprobs", "logprobs(model, ids", "logprobs(model, ids.roll(-1, 1)", SCORED),
+    "sorted by length, and left so": (rlhf, "judge", "(column)[back]", "(column)", SCORED),
+    "padding is attended to": (
+        rlhf, "answer_logprobs", "else rl.spread(found, answer)",
+        "else logprobs(model, batch.ids[rows], None, config.temperature)[:, batch.prompt_width - 1:]", "changes the log-probabilities"),
     "the end is no token of the answer": (
         rlhf, "roll_out", "mask[row, start:end]", "mask[row, start:end - answers.stopped[row]]", test_rlhf.test_the_scene_has_what_the_tests_need),
     "padding is learned": (rlhf, "roll_out", "mask[row, start:end]", "mask[row, start:]", test_rlhf.test_the_scene_has_what_the_tests_need),
@@ -94,17 +97,18 @@ MISTAKES = {
         rlhf, "judge", "answer_logprobs(reference, batch", "answer_logprobs(policy, batch",
         test_rlhf.test_reference_and_reward_model_are_frozen_and_the_others_move),
     "a value has seen its token": (
-        rlhf, "answer_values", "[:, batch.prompt_width - 1:-1]", "[:, batch.prompt_width:]",
+        rlhf, "answer_values", "value(ids[:, :-1], keep=chooses)", "value(ids[:, 1:], keep=chooses)",
         test_rlhf.test_values_see_what_came_before_and_not_the_token_itself),
-    "the critic attends to padding": (rlhf, "answer_values", ", mask=batch.mask[rows]", "", "change the values"),
+    "the critic attends to padding": (
+        rlhf, "answer_values", "rl.spread(value(ids[:, :-1], keep=chooses), batch.answer[rows])",
+        "value(batch.ids[rows])[:, batch.prompt_width - 1:-1]", "changes the values"),
     "the critic's head is drawn": (
         rlhf, "critic_from", "zeros_(value.score.weight)", "normal_(value.score.weight)", test_rlhf.test_the_critic_begins_as_the_reward_models_trunk),
     "the critic begins from nothing": (
         rlhf, "critic_from", "copy.deepcopy(reward)", "copy.deepcopy(reward).init_weights(1)",
         test_rlhf.test_the_critic_begins_as_the_reward_models_trunk),
     "the score is read from padding": (
-        rlhf, "answer_scores", "rl.at_last(reward(batch.ids[rows], mask=batch.mask[rows]), batch.mask[rows])",
-        "reward(batch.ids[rows])[:, -1]", "change the scores"),
+        rlhf, "answer_scores", "reward(ids, keep=ends)", "reward(ids)[:, -1]", "changes the scores"),
     # GRPO
     "the groups are torn apart": (
         rlhf, "ppo", "for i in order for _ in range(times)", "for _ in range(times) for i in order", test_grpo.test_a_run),

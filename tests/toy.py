@@ -7,6 +7,7 @@ import random
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from chatdata import remark
@@ -70,6 +71,18 @@ def write_data(folder, prompts=40, pairs=64, control=20, seed=0):
         rows.append({"prompt": question(rng), "chosen": chosen, "rejected": rejected,
                      "scores": {"chosen": remark.score(chosen), "rejected": remark.score(rejected)}})
     write_lines(chat_folder / "preferences_control.jsonl", rows)
+
+
+def untrained(folder, words, **data):
+    """-> the folder, with data and an untrained model where sft.py would have put a trained one."""
+    write_data(folder / "data", **data)
+    save(folder / "out" / "sft", model(words, sharpness=4.0), words)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def words():
+    return tokenizer()
 
 
 def save(folder, made, words):
