@@ -541,8 +541,8 @@ def ppo(config, setup, alive):
         judged = judge(policy, reference, value, reward, batch, config, setup)
         scores, old, ref, values, entropies = judged
 
-        # 3. Reward. The divergence is in the reward and not in the loss, so that GAE hands it on to the tokens before.
-        # 4. Advantages. The critic learns returns as they are; the policy gets advantages whitened over all ranks.
+        # 3. Reward: the divergence is in it and not in the loss, so that GAE hands it on to the tokens before. And
+        # 4. advantages: the critic learns returns as they are; the policy gets advantages whitened over all ranks.
         before = {"logprobs": old, "ref_logprobs": ref, "values": values, "kl_coef": kl_coef}
         penalised = rl.penalise_missing_end(scores, batch.ended, config.missing_end_penalty)
         if config.group:
