@@ -21,7 +21,7 @@ import torch
 
 from configurator import configure
 from engine import parallel
-from engine.files import write_json
+from engine.files import sha256_file, write_json
 from engine.loader import open_mixture, read_ahead
 from engine.loss import model_losses
 from engine.shards import batch
@@ -49,8 +49,9 @@ def shards_of_holes(folder, config):
     np.array([0, n_tokens], "<u8").tofile(folder / "tokens" / "train_offsets.bin")
     write_json(folder / "tokens" / "index.json", {
         "dtype": "uint16", "vocab_size": 2048, "tokenizer_hash": "", "bos_id": 1, "eos_id": 2, "splits": {"train": {
-            "n_tokens": n_tokens, "n_docs": 1, "files": [{"name": "train_00000.bin", "tokens": n_tokens, "sha256": ""}],
-            "offsets": {"name": "train_offsets.bin", "sha256": ""}}}})
+            "n_tokens": n_tokens, "n_docs": 1, "files": [{"name": "train_00000.bin", "tokens": n_tokens,
+                                                        "sha256": sha256_file(folder / "tokens" / "train_00000.bin")}],
+            "offsets": {"name": "train_offsets.bin", "sha256": sha256_file(folder / "tokens" / "train_offsets.bin")}}}})
     return folder / "tokens" / "train_00000.bin"
 
 
