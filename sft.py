@@ -3,7 +3,7 @@ Instruction tuning: conversations and a pretrained model in, a model that answer
 
     python sft.py config/demo.py                          after train.py and prepare_chat.py
     python sft.py config/demo.py --show=5                 print five conversations, tokens coloured by weight, and end
-    torchrun --nproc_per_node=2 sft.py config/demo.py     the same steps and losses on two processes
+    torchrun --nproc_per_node=2 sft.py config/demo.py     the same on two processes; --parallel=fsdp: sharded
     python sft.py --init_from=DIR --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl --out_dir=out/mine
 
 Two stages, general and then of one's field, where the second keeps a fifth of the first and a tenth of plain text:
@@ -16,10 +16,11 @@ A file of conversations has one JSON object a line,
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}
 
-The form, with loss weights, is described in engine/chat.py. A model's folder and such a file are all that is needed.
+The form, with loss weights, is described in engine/chat.py.
 
 Like train.py this continues after any interruption, bit for bit, and writes into out_dir/sft: config.json, log.jsonl,
-step_NNNNNNNN/ (Hugging Face folders), full_NNNNNNNN/, result.json; with lora_rank also adapter/, which PEFT reads.
+step_NNNNNNNN/ (Hugging Face folders), full_NNNNNNNN/, result.json; with lora_rank (as PEFT reads it) or adapter_size
+also adapter/, what was learned alone.
 
 What decides whether tuning works, and where it stands below:
   - Only what the assistant says is a target, and its <|end|>: without that one the model never learns to stop.
@@ -205,7 +206,7 @@ def gather(mix, text, tokenizer, length, config, setup):
     return sum(parts, []), sizes, counts, lost, inputs
 
 
-# --- Batches ----------------------------------------------------------------------------------------------------------
+# --- One step ---------------------------------------------------------------------------------------------------------
 
 def micro_batches(examples, numbers, config, pad_id, setup):
     """This rank's share of a global step, cut into micro-batches (inputs, targets, weights) and, packed, begins.
@@ -224,8 +225,6 @@ def micro_batches(examples, numbers, config, pad_id, setup):
     batches += [(x, y, torch.zeros_like(w), *begins)] * (max(map(len, cuts)) - len(batches))
     return [tuple(tensor.to(setup.device) for tensor in batch) for batch in batches]
 
-
-# --- One step ---------------------------------------------------------------------------------------------------------
 
 def weighted_losses(model, x, y, w, setup, chunk=0, teacher=None, begins=None):
     """(N,) fp32: the losses of a batch's N targets, times their weights. Only these reach the model's last layer."""
@@ -470,10 +469,8 @@ def tune(config, setup, alive):
     if after:
         setup.say(side_by_side(before=before, after=after))
     if few:
-        (lora if config.lora_rank else adapters).save(run / "adapter", bare(model), source, write=setup.is_main)
+        (lora if config.lora_rank else adapters).save(run / "adapter", bare(model), source, tokenizer, setup.is_main)
     if setup.is_main:
-        if few:
-            tokenizer.save(run / "adapter")
         final = read_log(run)[-1]       # and not local names: a run may be killed between its last step and here
         write_json(run / "result.json", {
             "steps": max_steps, "conversations": n_talks, "epochs": max_steps / per_epoch,

@@ -44,9 +44,9 @@ def draw(model, seed, put=torch.Tensor.copy_):
             parameter.zero_()
 
 
-def save(folder, model, base, settings=None, write=True):
-    """Writes the PARTS alone, some megabytes. base: the folder or name of the model that they belong to; settings: of
-    LoRA, by default those of adapters. Where ranks hold slices all of them must call it; those with write do."""
+def save(folder, model, base, tokenizer=None, write=True, settings=None):
+    """Writes the PARTS alone, some megabytes. base: the folder or name of the model that they belong to; tokenizer: to be
+    put beside them; settings: LoRA's. Where ranks hold slices all of them must call it; those with write do."""
     whole = lambda p: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
     tensors = {f"{PREFIX}{name}.weight": whole(parameter).cpu().contiguous()
                for name, parameter in model.named_parameters() if name.endswith(PARTS)}
@@ -54,6 +54,8 @@ def save(folder, model, base, settings=None, write=True):
         return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer:
+        tokenizer.save(folder)
     save_file(tensors, folder / f"{WEIGHTS}.tmp", metadata={"format": "pt", "format_version": "1"})
     (folder / f"{WEIGHTS}.tmp").replace(folder / WEIGHTS)
     write_atomic(folder / SETTINGS, json_text({

@@ -119,14 +119,14 @@ class SwitchedOff:
                 layer.lora_A = a
 
 
-def save(folder, model, base, write=True):
+def save(folder, model, base, tokenizer=None, write=True):
     """Writes A and B alone, as PEFT reads them; arguments as in adapters.save."""
     layers = layers_of(model)
     first = next(iter(layers.values()))
     rank = len(first.lora_A)
-    adapters.save(folder, model, base, {
+    adapters.save(folder, model, base, tokenizer, write, {
         "peft_type": "LORA", "r": rank, "lora_alpha": first.scale * rank, "lora_dropout": first.dropout, "bias": "none",
-        "inference_mode": True, "target_modules": sorted({name.rpartition(".")[2] for name in layers})}, write)
+        "inference_mode": True, "target_modules": sorted({name.rpartition(".")[2] for name in layers})})
 
 
 def load(folder, model):
