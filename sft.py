@@ -80,7 +80,7 @@ batch_size = 64                 # conversations per step over all processes
 micro_batch_size = 32           # conversations per process and forward pass; the result is the same for any
 batching = "padded"             # 'padded' rows, 'buckets' of a token budget, or 'packed' rows, see engine/packing.py
 micro_tokens = 4096             # the budget: positions per process and forward pass; the result is the same for any
-window = 16                     # steps whose conversations are sorted by length together; 1: no sorting, most padding
+window = 16                     # steps whose conversations are sorted by length together; 1: no sorting, best when packed
 epochs = 1
 max_steps: int | None = None    # None: all steps of the epochs
 learning_rate = 1e-3            # peak
@@ -96,7 +96,7 @@ dropout = 0.0
 attention = "flash"
 loss_chunk = 0                  # so many targets' logits in memory at a time; 0: those of the whole micro-batch
 recompute = "none"              # activations in the backward pass: 'none', 'selective' or 'full', as in train.py
-# LoRA (techniques/lora.py): the weights stay, and a difference of low rank is learned; about 10 x the learning rate
+# LoRA (techniques/lora.py): the weights stay, and a difference of low rank is learned; 3 to 10 x the learning rate
 lora_rank = 0                   # 0: all weights are tuned
 lora_alpha = 16.0               # the difference is multiplied by alpha / rank
 lora_dropout = 0.0

@@ -92,10 +92,10 @@ def try_rates(config):
         print(f"{name:<18}", end="", flush=True)
         for rate in config.rates:
             with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-                keys = {**keys, "init_from": config.init_from, "data_dir": config.data_dir, "out_dir": folder, "learning_rate": rate,
-                        "max_steps": config.tune_steps, "batch_size": 16, "eval_conversations": 64, "batching": "packed", "micro_tokens": config.micro_tokens,
-                        "eval_answers": 0, "save_full": 0, "device": config.device, "dtype": config.dtype, "threads": config.threads,
-                        "attention": "fp32", "seed": config.seed}
+                shared = {key: getattr(config, key) for key in (
+                    "init_from", "data_dir", "micro_tokens", "device", "dtype", "threads", "seed")}
+                keys = {**keys, **shared, "out_dir": folder, "learning_rate": rate, "max_steps": config.tune_steps, "batch_size": 16,
+                        "eval_conversations": 64, "batching": "packed", "eval_answers": 0, "save_full": 0, "attention": "fp32"}
                 sft.main(configure(vars(sft), [f"--{key}={value}" for key, value in keys.items()]))
                 loss = read_json(f"{folder}/sft/result.json")["val_loss"]
             print(f"{loss:>10.3f}", end="", flush=True)

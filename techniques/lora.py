@@ -5,7 +5,7 @@ LoRA: a large matrix stays as it is, and learns a small difference (Hu et al. 20
 
 B starts at 0, so the first forward pass is the model's own, bit for bit. What is trained is about 1 % of the weights, and
 so are the gradients and AdamW's two moments: tuning needs the memory of the weights and of the activations, and little
-more. sft.py switches it on with --lora_rank=8. Use about ten times the learning rate of full tuning.
+more. sft.py switches it on with --lora_rank=8. Use three to ten times the learning rate of full tuning (README).
 
 All seven matrices of a block have one: leaving out those that are not square (k and v under grouped queries, the whole
 MLP) is a common mistake, and costs most of the effect. The head and the embeddings have none.
