@@ -33,7 +33,7 @@ MASK_UP_TO = 1024       # tokens of a row; in longer ones documents are attended
 # The smallest and largest of each that is no slip: a model of 10**12 layers would be built for ever.
 BOUNDS = {"vocab_size": (1, 1 << 24), "n_layer": (1, 1 << 12), "n_head": (1, 1 << 12), "n_kv_head": (1, 1 << 12),
           "n_embd": (1, 1 << 18), "n_inner": (1, 1 << 20), "block_size": (1, 1 << 30), "head_dim": (0, 1 << 14),
-          "n_future": (1, 64)}
+          "n_future": (1, 64), "adapter_size": (0, 1 << 18)}
 
 
 @dataclass
@@ -60,6 +60,7 @@ class ModelConfig:
     rope_scaling: dict | None = None    # {"rope_type": ..., "factor": ...}, see rope_frequencies; None: as trained
     family: str = ""                # whose files it is written as; "": the plainest that can say all this
     n_future: int = 1               # tokens ahead that are predicted, each by a head (Gloeckle et al. 2024, arXiv 2404.19737)
+    adapter_size: int = 0           # width of a bottleneck behind each sublayer (techniques/adapters.py); 0: none
 
     def __post_init__(self):
         self.head_dim = self.head_dim or self.n_embd // max(1, self.n_head)
@@ -204,6 +205,26 @@ def attend_apart(q, k, v, lengths, kind):
     return torch.cat(done).unflatten(0, (batch, time)).transpose(1, 2)
 
 
+class AdaptedLinear(nn.Linear):
+    """The last matrix of a sublayer, with a bottleneck behind it that adds to its output: y + up silu(down y)."""
+
+    def __init__(self, n_in, n_out, size):
+        super().__init__(n_in, n_out, bias=False)
+        self.adapter_down = nn.Parameter(torch.zeros(size, n_out))
+        self.adapter_up = nn.Parameter(torch.zeros(n_out, size))
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y + F.linear(F.silu(F.linear(y, self.adapter_down)), self.adapter_up)
+
+
+def last_linear(n_in, config):
+    """What writes a sublayer's output, n_in wide, into the residual stream."""
+    if config.adapter_size:
+        return AdaptedLinear(n_in, config.n_embd, config.adapter_size)
+    return nn.Linear(n_in, config.n_embd, bias=False)
+
+
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -212,7 +233,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.n_embd, width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.n_embd, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.n_embd, kv_width, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(width, config.n_embd, bias=False)
+        self.o_proj = last_linear(width, config)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
@@ -235,7 +256,7 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(config.n_embd, config.n_inner, bias=False)
         self.up_proj = nn.Linear(config.n_embd, config.n_inner, bias=False)
-        self.down_proj = nn.Linear(config.n_inner, config.n_embd, bias=False)
+        self.down_proj = last_linear(config.n_inner, config)
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -424,7 +445,7 @@ class Llama(nn.Module):
             if parameter.dim() < 2:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
-            std = 0.02
+            std = 0.0 if name.endswith("adapter_up") else 0.02              # so at first an adapter adds nothing
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 std = 0.02 / math.sqrt(2 * self.config.n_layer)
             if name == "score.weight":

@@ -6,6 +6,7 @@ Stage 6: talk to a model.
     python sample.py config/demo.py --chat=True --prompt="Hello?"   one question, one answer
     python sample.py config/demo.py --file=prompts.jsonl            a batch; answers as JSONL on standard output
     python sample.py --model=DIR ...                                a Hugging Face folder of a Llama, or a stage's of a run
+    python sample.py --model=out/mine/sft/adapter ...               LoRA or adapters alone, on the model that they name
 
 Without --model the furthest stage that has a checkpoint in out_dir speaks: ppo, else sft, else pretrain.
 

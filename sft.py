@@ -3,7 +3,7 @@ Instruction tuning: conversations and a pretrained model in, a model that answer
 
     python sft.py config/demo.py                          after train.py and prepare_chat.py
     python sft.py config/demo.py --show=5                 print five conversations, tokens coloured by weight, and end
-    torchrun --nproc_per_node=2 sft.py config/demo.py     the same steps and losses on two processes
+    torchrun --nproc_per_node=2 sft.py config/demo.py     the same on two processes; --parallel=fsdp: sharded
     python sft.py --init_from=DIR --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl --out_dir=out/mine
 
 Two stages, general and then of one's field, where the second keeps a fifth of the first and a tenth of plain text:
@@ -16,10 +16,11 @@ A file of conversations has one JSON object a line,
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}
 
-The form, with loss weights, is described in engine/chat.py. A model's folder and such a file are all that is needed.
+The form, with loss weights, is described in engine/chat.py.
 
 Like train.py this continues after any interruption, bit for bit, and writes into out_dir/sft: config.json, log.jsonl,
-step_NNNNNNNN/ (Hugging Face folders), full_NNNNNNNN/, result.json; with lora_rank also adapter/, which PEFT reads.
+step_NNNNNNNN/ (Hugging Face folders), full_NNNNNNNN/, result.json; with lora_rank (as PEFT reads it) or adapter_size
+also adapter/, what was learned alone.
 
 What decides whether tuning works, and where it stands below:
   - Only what the assistant says is a target, and its <|end|>: without that one the model never learns to stop.
@@ -33,6 +34,7 @@ What decides whether tuning works, and where it stands below:
 """
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -43,18 +45,22 @@ from configurator import configure
 import numpy as np
 import torch
 
-from engine import chat, checkpoint, ladder, parallel
+from engine import chat, checkpoint, ladder
 from engine.alive import Alive
-from engine.answers import answer_scores, answers
+from engine.answers import MEASURED, answer_scores, answers, side_by_side
 from engine.files import read_json, write_json
-from engine.hf import find_folder, lengthen, read_config, read_model
+from engine.hf import find_folder, lengthen, load_weights, read_config, read_model
+from engine.layout import build, go_through, join, put, wrapped
 from engine.loss import model_losses
 from engine.monitor import Monitor, read_log
 from engine.optim import clip, lr_at, optimiser_problems, optimizers_of, set_lr, warmup_length
 from engine.packing import BATCHINGS, collate, cut, pack, plan, text_examples
+from engine.parallel import all_sum, bare, finish, share, start
 from engine.run import end_step, on_main, open_run, refuse_missing, refuse_once
 from engine.shards import TokenData
-from techniques import distill, lora
+from engine.tokenizer import Tokenizer
+from model import Llama
+from techniques import adapters, distill, lora
 
 # data and folders
 data_dir = "data/demo"
@@ -74,7 +80,7 @@ batch_size = 64                 # conversations per step over all processes
 micro_batch_size = 32           # conversations per process and forward pass; the result is the same for any
 batching = "padded"             # 'padded' rows, 'buckets' of a token budget, or 'packed' rows, see engine/packing.py
 micro_tokens = 4096             # the budget: positions per process and forward pass; the result is the same for any
-window = 16                     # steps whose conversations are sorted by length together; 1: no sorting, most padding
+window = 16                     # steps whose conversations are sorted by length together; 1: no sorting, best when packed
 epochs = 1
 max_steps: int | None = None    # None: all steps of the epochs
 learning_rate = 1e-3            # peak
@@ -90,11 +96,12 @@ dropout = 0.0
 attention = "flash"
 loss_chunk = 0                  # so many targets' logits in memory at a time; 0: those of the whole micro-batch
 recompute = "none"              # activations in the backward pass: 'none', 'selective' or 'full', as in train.py
-# LoRA (techniques/lora.py): the weights stay, and a difference of low rank is learned; about 10 x the learning rate
+# LoRA (techniques/lora.py): the weights stay, and a difference of low rank is learned; 3 to 10 x the learning rate
 lora_rank = 0                   # 0: all weights are tuned
 lora_alpha = 16.0               # the difference is multiplied by alpha / rank
 lora_dropout = 0.0
 lora_targets: tuple[str] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+adapter_size = 0                # above 0: instead of LoRA, bottlenecks of that width (techniques/adapters.py)
 # Distillation (techniques/distill.py): a larger model of the same tokenizer says what else could have stood there
 teacher = ""                    # its folder; empty: none
 teacher_weight = 0.5            # share of the loss that is the divergence from the teacher
@@ -122,6 +129,11 @@ dtype = "auto"
 compile = False                 # torch.compile, per block; pays in a run of more than some hundred steps
 deterministic: bool | None = None
 threads = 0
+# several processes, as in train.py
+parallel = "ddp"                # 'ddp': every rank holds everything; 'fsdp': states are sharded over the ranks
+zero = 3                        # under fsdp: 1 the optimizer's states, 2 also gradients, 3 also weights
+hsdp = 1                        # under fsdp: so many groups of ranks, each of which shards within itself
+cpu_offload = False             # under fsdp: states in the CPU's memory
 
 
 # --- Conversations -> ids and weights ---------------------------------------------------------------------------------
@@ -194,26 +206,25 @@ def gather(mix, text, tokenizer, length, config, setup):
     return sum(parts, []), sizes, counts, lost, inputs
 
 
-# --- Batches ----------------------------------------------------------------------------------------------------------
+# --- One step ---------------------------------------------------------------------------------------------------------
 
 def micro_batches(examples, numbers, config, pad_id, setup):
     """This rank's share of a global step, cut into micro-batches (inputs, targets, weights) and, packed, begins.
 
-    A rank that gets nothing of a short last step still has to take part in it: it computes one row that weighs
-    nothing."""
+    All ranks get as many, since sharded weights are gathered in each: one that has fewer conversations, or none of a
+    short last step, computes a row that weighs nothing."""
     if config.batching != "padded":                 # the longest first, so that the ranks get about as many tokens each
         numbers = sorted(numbers, key=lambda number: -len(examples[number][0]))
     form = pack if config.batching == "packed" else collate
-    mine = numbers[setup.rank::setup.world]
-    cuts = cut([len(examples[number][0]) - 1 for number in mine], config.batching, config.micro_batch_size, config.micro_tokens)
-    batches = [form(examples, [mine[place] for place in places], pad_id) for places in cuts]
-    if not batches:
-        x, y, w, *begins = form(examples, numbers[:1], pad_id)
-        batches = [(x, y, torch.zeros_like(w), *begins)]
+    shares = [numbers[rank::setup.world] for rank in range(setup.world)]
+    cuts = [cut([len(examples[number][0]) - 1 for number in share], config.batching, config.micro_batch_size,
+                config.micro_tokens) for share in shares]
+    mine = shares[setup.rank]
+    batches = [form(examples, [mine[place] for place in places], pad_id) for places in cuts[setup.rank]]
+    x, y, w, *begins = form(examples, numbers[-1:], pad_id)
+    batches += [(x, y, torch.zeros_like(w), *begins)] * (max(map(len, cuts)) - len(batches))
     return [tuple(tensor.to(setup.device) for tensor in batch) for batch in batches]
 
-
-# --- One step ---------------------------------------------------------------------------------------------------------
 
 def weighted_losses(model, x, y, w, setup, chunk=0, teacher=None, begins=None):
     """(N,) fp32: the losses of a batch's N targets, times their weights. Only these reach the model's last layer."""
@@ -229,16 +240,19 @@ def forward_backward(model, batches, end_id, setup, chunk=0, teacher=None):
     """Gradients of the global step's weighted mean loss, left in the parameters.
 
     -> over all ranks: loss, loss_end (of <|end|> alone), weight (of all targets), positions (padding included)"""
-    weight = parallel.all_sum(sum(w.sum(dtype=torch.float64) for _, _, w, *_ in batches), setup)
+    weight = all_sum(sum(w.sum(dtype=torch.float64) for _, _, w, *_ in batches), setup)
     total = torch.zeros(4, dtype=torch.float64, device=setup.device)
-    for x, y, w, *begins in parallel.accumulate(batches, model):
+
+    def score(x, y, w, *begins):
         losses = weighted_losses(model, x, y, w, setup, chunk, teacher, *begins)
-        # By the global weight, not by this micro-batch's. DDP divides by the number of ranks, hence the factor.
-        (losses.sum() * setup.world / weight.float()).backward()
-        losses, at_end = losses.detach().double(), y == end_id
-        total += torch.stack([losses.sum(), losses[at_end[w > 0]].sum(), w[at_end].sum().double(),
-                              torch.ones_like(w).sum().double()])
-    loss, end_loss, end_weight, positions = parallel.all_sum(total, setup).tolist()
+        found, at_end = losses.detach().double(), y == end_id
+        total.add_(torch.stack([found.sum(), found[at_end[w > 0]].sum(), w[at_end].sum().double(),
+                                torch.ones_like(w).sum().double()]))
+        # By the global weight, not by this micro-batch's. DDP and FSDP divide by the number of ranks, hence the factor.
+        return losses.sum() * setup.world / weight.float()
+
+    go_through(model, batches, score)
+    loss, end_loss, end_weight, positions = all_sum(total, setup).tolist()
     return {"loss": loss / weight.item(), "loss_end": end_loss / max(end_weight, 1e-9), "weight": weight.item(),
             "positions": int(positions)}
 
@@ -250,59 +264,62 @@ def evaluate(model, examples, config, pad_id, setup):
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=setup.device)
     order = np.argsort([len(ids) for ids, _ in examples], kind="stable")
-    for x, y, w, *begins in micro_batches(examples, order, config, pad_id, setup):
-        losses = weighted_losses(parallel.bare(model), x, y, w, setup, config.loss_chunk, None, *begins)
-        total += torch.stack([losses.sum().double(), w.sum().double()])
+
+    def score(x, y, w, *begins):
+        losses = weighted_losses(bare(model), x, y, w, setup, config.loss_chunk, None, *begins)
+        total.add_(torch.stack([losses.sum().double(), w.sum().double()]))
+
+    go_through(model, micro_batches(examples, order, config, pad_id, setup), score, backward=False)
     model.train()
-    loss, weight = parallel.all_sum(total, setup).tolist()
+    loss, weight = all_sum(total, setup).tolist()
     return loss / weight
 
 
-MEASURED = {"stop": "answers that end", "format": "in the format", "loops": "end in a loop", "distinct_1": "different tokens",
-            "distinct_2": "different pairs", "distinct_3": "different triples", "text_loss": "loss on text"}
-
-
-def answered(model, tokenizer, path, text, length, config, setup):
+def answered(model, folder, tokenizer, path, text, length, config, setup):
     """How the model answers held-out questions, greedily (engine/answers.py), and its loss on held-out pretraining text
-    where there is any with its tokenizer: what tuning makes it forget."""
+    where there is any with its tokenizer: what tuning makes it forget. folder: where the model's weights lie now, to be
+    read by rank 0 when the ranks hold parts only."""
     found = {"text_loss": None}
     if read_json(text / "index.json", {}).get("tokenizer_hash") == tokenizer.hash:
         pages = text_examples(TokenData(text, "val"), tokenizer, length, 16384, seed=0)
         found["text_loss"] = evaluate(model, pages, config, tokenizer.pad_id, setup)
     if setup.is_main:
         entries = chat.read_conversations(path)
-        entries = [{"messages": entry["messages"][:-1]} for entry in entries[::max(1, len(entries) // config.eval_answers)]]
+        entries = entries[::max(1, len(entries) // config.eval_answers)][:config.eval_answers]
         asked = SimpleNamespace(batch_size=config.micro_batch_size, seed=config.seed, max_new_tokens=128)
-        with lora.merged(parallel.bare(model)) as plain:
-            found.update(answer_scores(answers(plain, tokenizer, entries[:config.eval_answers], asked), config.answer_format))
+        same = {key: getattr(bare(model).config, key) for key in ("attention", "block_size", "rope_scaling")}
+        with (lora.merged(bare(model)) if setup.layout.plain else nullcontext(
+                read_model(folder, **same)[0].to(setup.device))) as whole:
+            made = answers(whole, tokenizer, [{"messages": entry["messages"][:-1]} for entry in entries], asked)
+        found.update(answer_scores(made, config.answer_format))
     return found
 
 
 def check(config, shape, setup):
-    """Everything about the settings that can not work, at once."""
+    """Everything about the settings that can not work, at once; -> how the ranks divide the work."""
     problems = config.below_one("batch_size", "micro_batch_size", "micro_tokens", "window", "epochs", "log_every", "eval_every",
                                 "eval_conversations", "max_steps") + ladder.ladder_problems(config)
-    if config.max_length is not None and not 2 <= config.max_length <= shape.block_size:
-        problems.append(f"max_length must lie between 2 and the model's context, {shape.block_size} (or choose a "
-                        f"rope_scaling); found {config.max_length}")
-    if config.overlong not in ("truncate", "drop"):
-        problems.append(f"overlong must be 'truncate' or 'drop', found '{config.overlong}'")
-    if config.batching not in BATCHINGS:
-        problems.append(f"batching must be one of {', '.join(BATCHINGS)}, found '{config.batching}'")
-    if config.batching == "packed":
-        problems += [f"batching = 'packed' {sentence}" for sentence in shape.inseparable()]
-    problems += config.outside(loss_chunk=(0,), eval_answers=(0,), replay=(0, 0.99))
-    mix = config.conversations_mix
-    if mix is not None and not (mix and all(type(share) in (int, float) and share > 0 for share in mix.values())):
-        problems.append(f"conversations_mix must be files and their shares, numbers above 0; found {mix}")
+    mix, few = config.conversations_mix, config.lora_rank or config.adapter_size
+    problems += [sentence for sentence, wrong in {
+        f"max_length must lie between 2 and the model's context, {shape.block_size} (or choose a rope_scaling); found "
+        f"{config.max_length}": config.max_length is not None and not 2 <= config.max_length <= shape.block_size,
+        f"overlong must be 'truncate' or 'drop', found '{config.overlong}'": config.overlong not in ("truncate", "drop"),
+        f"batching must be one of {', '.join(BATCHINGS)}, found '{config.batching}'": config.batching not in BATCHINGS,
+        **{f"batching = 'packed' {sentence}": config.batching == "packed" for sentence in shape.inseparable()},
+        f"conversations_mix must be files and their shares, numbers above 0; found {mix}": mix is not None and not (
+            mix and all(type(share) in (int, float) and share > 0 for share in mix.values())),
+        "matrix_learning_rate (Muon) is for whole matrices; with lora_rank or adapter_size leave it at 0":
+            few and config.matrix_learning_rate,
+        "lora_rank and adapter_size are two ways to the same end: choose one": config.lora_rank and shape.adapter_size,
+    }.items() if wrong] + config.outside(loss_chunk=(0,), eval_answers=(0,), replay=(0, 0.99))
     problems += lora.problems(config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_targets)
-    if config.lora_rank and config.matrix_learning_rate:
-        problems.append("matrix_learning_rate (Muon) is for whole matrices; with lora_rank leave it at 0")
-    refuse_once(setup, *problems, *optimiser_problems(config), *shape.problems())
+    layout, wrong = share(config, setup.world)
+    refuse_once(setup, *problems, *wrong, *optimiser_problems(config), *shape.problems())
+    return layout
 
 
 def main(config):
-    setup = parallel.start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
+    setup = start(config.device, config.dtype, config.deterministic, config.threads, config.seed)
     with Alive(setup) as alive:
         tune(config, setup, alive)
 
@@ -325,12 +342,12 @@ def tune(config, setup, alive):
                    "or give your own: --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl --init_from=DIR")
     source, settings = find_folder(source), {
         "attention": config.attention, "dropout": config.dropout, "recompute": config.recompute}
-    shape = replace(read_config(source), **settings)
+    theirs = read_config(source)
+    shape = replace(theirs, **settings, adapter_size=config.adapter_size or theirs.adapter_size)
     if config.rope_scaling is not None:
         shape = lengthen(shape, config.max_length or 0, config.rope_scaling, source, key="max_length")
-        settings.update(block_size=shape.block_size, rope_scaling=shape.rope_scaling)
-    check(config, shape, setup)
-    model, tokenizer = read_model(source, **settings)
+    setup = join(setup, check(config, shape, setup))
+    tokenizer = Tokenizer.load(source)
     if config.template:
         chat.adopt(tokenizer, config.template)
 
@@ -345,25 +362,39 @@ def tune(config, setup, alive):
         setup.say(chat.LEGEND + "\n")
         for ids, weights in examples[:config.show]:
             setup.say(chat.coloured(tokenizer, ids.tolist(), weights.tolist()) + "\n")
-        parallel.finish(setup)
+        finish(setup)
         return
-    size = model.n_params()
-    run, lock = open_run(config, "sft", setup, size, size if config.lora_rank else 0, model=source, **inputs,
+    with torch.device("meta"):
+        size = Llama(shape).n_params()
+    few = config.lora_rank or config.adapter_size               # are learned, of all
+    run, lock = open_run(config, "sft", setup, size, size if few else 0, model=source, **inputs,
                          **({"teacher": teachers_folder} if teacher else {}))
     if lock is None:
         return
 
-    # 3. Continue where an earlier call stopped.
-    if config.lora_rank:
-        lora.add(model, config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_targets, config.seed)
-    model.to(setup.device).train()
-    parallel.compile_blocks(model, setup, config.compile, dynamic=True)
+    # 3. The model, on its devices, with LoRA or adapters. Continue where an earlier call stopped.
+    def make():
+        model = Llama(shape)
+        if config.lora_rank:
+            lora.add(model, config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_targets, seed=None)
+        elif config.adapter_size:
+            adapters.freeze(model)
+        return model
+
+    def fill(model):
+        new = few and not theirs.adapter_size                   # adapters that the folder has are learned further
+        load_weights(model, source, put, new=adapters.PARTS if new else ())
+        if new:
+            adapters.draw(model, config.seed, put)
+
+    model = build(make, setup, config.seed, config.compile, dynamic=True, fill=fill).train()
+    model.n_tokens = tokenizer.vocab_size           # the rows behind those only pad the vocabulary
     optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay,
                                (config.beta1, config.beta2))
     modules, moments = {"model": model}, {"model": optimizers}
     state = {"step": 0, "in_a_row": 0, "recent": [], **(checkpoint.resume(run, modules, moments, setup) or {})}
     in_a_row, recent = state["in_a_row"], state["recent"]
-    model = parallel.wrap(model, setup)
+    model = wrapped(model, setup)
 
     # 4. What it will cost.
     lengths = np.array([len(ids) for ids, _ in examples])
@@ -373,18 +404,18 @@ def tune(config, setup, alive):
     max_steps = config.max_steps or per_epoch * config.epochs
     warmup = warmup_length(max_steps, config.warmup_steps)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    setup.say(f"model       {parallel.bare(model).n_params():,} parameters from {source}, {trained:,} of them trained\n"
+    setup.say(f"model       {size:,} parameters from {source}, {trained:,} of them trained\n"
               f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, "
-              f"{setup.threads} threads\n"
+              f"{setup.threads} threads; {setup.layout}\n"
               f"data        {n_talks:,} conversations of {lengths[:n_talks].mean():.0f} tokens on average, {lengths.max()} "
               f"at most" + f"; {sum(counts):,} in an epoch, of the sources {counts}" * (counts != [n_talks]) + "\n"
               f"run         {max_steps:,} steps of {config.batch_size} conversations, {max_steps / per_epoch:.2f} "
               f"epochs; warm-up {warmup} steps")
     end_id = tokenizer.special(chat.end_token(tokenizer))
     monitor = Monitor(run, setup, max_steps, state["step"], label="sft")
-    measure = partial(answered, model, tokenizer, val_path, data.parent / "tokens", length, config, setup)
+    measure = lambda folder: answered(model, folder, tokenizer, val_path, data.parent / "tokens", length, config, setup)
     if state["step"] == 0 and config.eval_answers:
-        before = measure()
+        before = measure(source)
         on_main(lambda: write_json(run / "before.json", before), setup)
 
     # 5. The loop.
@@ -393,7 +424,7 @@ def tune(config, setup, alive):
         began, numbers = time.perf_counter(), plan_of(step // per_epoch)[step % per_epoch]
         batches = micro_batches(examples, numbers, config, tokenizer.pad_id, setup)
         totals = forward_backward(model, batches, end_id, setup, config.loss_chunk, teacher)
-        norm = clip(model.parameters(), config.grad_clip).item()
+        norm = clip(model.parameters(), config.grad_clip, setup).item()
         wrong = ladder.trouble(totals["loss"], norm, recent, step >= warmup, config)       # the same on every rank
         deed = ladder.rung(totals["loss"], norm, wrong, in_a_row + 1, config)
         lr = lr_at(step, max_steps, config.learning_rate, warmup, config.schedule, config.final_lr)
@@ -401,7 +432,7 @@ def tune(config, setup, alive):
             set_lr(optimizer, lr)
             if not deed:
                 optimizer.step()                    # never with a NaN: in Adam's moments it would stay
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=not setup.layout.in_buckets)
         in_a_row, recent = (in_a_row + 1, recent) if deed else (0, [*recent, norm][-config.spike_window:])
         done, seconds = step + 1, time.perf_counter() - began
         first, last = step == state["step"], done == max_steps
@@ -433,21 +464,20 @@ def tune(config, setup, alive):
 
     # 6. The end.
     monitor.close()
-    before, after = read_json(run / "before.json", {}), measure() if config.eval_answers else {}
+    tuned = checkpoint.folder_of(run, "light", max_steps)
+    before, after = read_json(run / "before.json", {}), measure(tuned) if config.eval_answers else {}
     if after:
-        setup.say("\n".join([f"{'':<24}{'before':>10}{'after':>10}", *(
-            f"{MEASURED[name]:<24}" + "".join("         -" if found.get(name) is None else f"{found[name]:>10.3f}"
-                                              for found in (before, after)) for name in MEASURED)]))
+        setup.say(side_by_side(before=before, after=after))
+    if few:
+        (lora if config.lora_rank else adapters).save(run / "adapter", bare(model), source, tokenizer, setup.is_main)
     if setup.is_main:
-        if config.lora_rank:
-            lora.save(run / "adapter", parallel.bare(model), source)
         final = read_log(run)[-1]       # and not local names: a run may be killed between its last step and here
         write_json(run / "result.json", {
             "steps": max_steps, "conversations": n_talks, "epochs": max_steps / per_epoch,
             "train_loss": final["loss"], "val_loss": final["val_loss"], **lost,
             **{when: {name: found.get(name) for name in MEASURED} for when, found in (("before", before), ("after", after))}})
-    setup.say(f"tuned model in {checkpoint.folder_of(run, 'light', max_steps)}")
-    parallel.finish(setup)
+    setup.say(f"tuned model in {tuned}")
+    finish(setup)
 
 
 if __name__ == "__main__":

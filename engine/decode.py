@@ -38,9 +38,11 @@ class Layer(NamedTuple):
     qkv_bias: torch.Tensor | None           # (H D + 2 K D, 1)
     qk_norm: tuple | None
     o: torch.Tensor
+    o_adapter: tuple | None                 # (size, C) and (C, size)
     mlp_norm: tuple
     gate_up: torch.Tensor                   # (2 n_inner, C)
     down: torch.Tensor
+    down_adapter: tuple | None
 
 
 def together(*linears):
@@ -148,9 +150,9 @@ class Decoder:
                 keys[:, :, at], values[:, :, at] = k, v
             q = qk[:, :heads].contiguous().view(batch, groups, heads // groups, width)    # (B, K, G, D)
             y = _attend(q, keys[:, :, seen], values[:, :, seen], mask, config.attention)
-            x += _product(layer.o, y.reshape(batch, heads * width).t())
+            x += _adapted(_product(layer.o, y.reshape(batch, heads * width).t()), layer.o_adapter)
             gate, up = _product(layer.gate_up, _norm(x, layer.mlp_norm, dtype)).chunk(2)
-            x += _product(layer.down, F.silu(gate) * up)
+            x += _adapted(_product(layer.down, F.silu(gate) * up), layer.down_adapter)
         return self.scores(_norm(x, self.norm, dtype))
 
     def scores(self, hidden):
@@ -163,12 +165,13 @@ def _layer(block, config, dtype):
     attention, mlp = block.self_attn, block.mlp
     qkv = attention.q_proj, attention.k_proj, attention.v_proj
     matrix = lambda *linears: together(*linears).to(dtype)
+    adapter = lambda linear: (linear.adapter_down.to(dtype), linear.adapter_up.to(dtype)) if config.adapter_size else None
     norm = lambda *modules: _gain(config.norm_eps, *modules)
     bias = torch.cat([linear.bias for linear in qkv])[:, None].to(dtype) if config.qkv_bias else None
     qk_norm = [attention.q_norm] * config.n_head + [attention.k_norm] * config.n_kv_head if config.qk_norm else []
     return Layer(norm(block.input_layernorm), matrix(*qkv), bias, norm(*qk_norm) if qk_norm else None,
-                 matrix(attention.o_proj), norm(block.post_attention_layernorm),
-                 matrix(mlp.gate_proj, mlp.up_proj), matrix(mlp.down_proj))
+                 matrix(attention.o_proj), adapter(attention.o_proj), norm(block.post_attention_layernorm),
+                 matrix(mlp.gate_proj, mlp.up_proj), matrix(mlp.down_proj), adapter(mlp.down_proj))
 
 
 def _gain(eps, *modules):
@@ -199,6 +202,11 @@ def _product(weight, x):
     if x.size(1) == 1:
         return torch.mv(weight, x[:, 0])[:, None]
     return F.linear(x.t(), weight).t() if _few(x, weight.dtype) else torch.mm(weight, x)
+
+
+def _adapted(y, adapter):
+    """y (C, B) with what the bottleneck behind the matrix adds to it, where there is one."""
+    return y if adapter is None else y + _product(adapter[1], F.silu(_product(adapter[0], y)))
 
 
 def _attend(q, k, v, mask, kind):

@@ -22,8 +22,9 @@ from configurator import refuse
 from engine.chat import short, stop_ids
 from engine.files import read_json, write_json
 from engine.manifest import newest, verify
-from engine.tokenizer import Tokenizer
+from engine.tokenizer import Tokenizer, find_tokenizer
 from model import ORIGINAL, Llama, ModelConfig, ScalarModel
+from techniques import adapters, lora
 
 SHARD_BYTES = 5 * 10**9
 
@@ -35,10 +36,12 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 NAMES = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
          "n_kv_head": "num_key_value_heads", "n_embd": "hidden_size", "n_inner": "intermediate_size",
          "block_size": "max_position_embeddings", "rope_theta": "rope_theta", "norm_eps": "rms_norm_eps",
-         "tie_embeddings": "tie_word_embeddings", "head_dim": "head_dim", "separate_documents": "separate_documents"}
+         "tie_embeddings": "tie_word_embeddings", "head_dim": "head_dim", "separate_documents": "separate_documents",
+         "adapter_size": "adapter_size"}
 # Those without which a folder means what we take: as many key heads as heads (Llama and Phi only), theta 10000, untied,
 # heads of the quotient's width.
-OPTIONAL = {"num_key_value_heads", "rope_theta", "tie_word_embeddings", "head_dim", "separate_documents"}
+OPTIONAL = {"num_key_value_heads", "rope_theta", "tie_word_embeddings", "head_dim", "separate_documents",
+            "adapter_size"}
 
 # Keys that change nothing in what is computed, or that read_config reads by name. Any other one that is set is refused.
 HARMLESS = {"_attn_implementation", "_name_or_path", "architectures", "attn_implementation", "auto_map", "bos_token_id",
@@ -62,7 +65,8 @@ SCALINGS = {
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 # Which of our keys decide each dimension of which tensor: a wrong shape is reported with the keys that are to blame.
-CAUSES = {"qkv_proj": (("n_head", "n_kv_head", "head_dim"), ("n_embd",)), "gate_up_proj": (("n_inner",), ("n_embd",)),
+CAUSES = {"adapter_down": (("adapter_size",), ("n_embd",)), "adapter_up": (("n_embd",), ("adapter_size",)),
+          "qkv_proj": (("n_head", "n_kv_head", "head_dim"), ("n_embd",)), "gate_up_proj": (("n_inner",), ("n_embd",)),
           "embed_tokens": (("vocab_size",), ("n_embd",)), "lm_head": (("vocab_size",), ("n_embd",)),
           "q_proj": (("n_head", "head_dim"), ("n_embd",)), "k_proj": (("n_kv_head", "head_dim"), ("n_embd",)),
           "v_proj": (("n_kv_head", "head_dim"), ("n_embd",)), "o_proj": (("n_embd",), ("n_head", "head_dim")),
@@ -70,13 +74,21 @@ CAUSES = {"qkv_proj": (("n_head", "n_kv_head", "head_dim"), ("n_embd",)), "gate_
           "down_proj": (("n_embd",), ("n_inner",)), "q_norm": (("head_dim",),), "k_norm": (("head_dim",),),
           "norm": (("n_embd",),), "score": ((), ("n_embd",))}
 # And which decides whether it is there at all.
-PRESENCE = {"q_norm": "qk_norm", "k_norm": "qk_norm", "bias": "qkv_bias", "lm_head": "tie_embeddings"}
+PRESENCE = {"adapter_": "adapter_size", "q_norm": "qk_norm", "k_norm": "qk_norm", "bias": "qkv_bias", "lm_head": "tie_embeddings"}
 
 
 def load_model(path, kind="lm", dtype=torch.float32):
-    """A model and its tokenizer from a Hugging Face folder, or the newest sound light checkpoint of a run's folder.
+    """A model and its tokenizer from a Hugging Face folder, or the newest sound light checkpoint of a run's folder, or
+    what LoRA or adapters have made of the model that their folder names.
     Refuses a folder without weights, weights of another shape (all of them listed), pickled weights."""
-    model, tokenizer = read_model(find_folder(path), kind)
+    if not (Path(path) / adapters.SETTINGS).exists():
+        model, tokenizer = read_model(find_folder(path), kind)
+        return model.to(dtype), tokenizer
+    base, size = adapters.base_of(path)
+    model, tokenizer = read_model(find_folder(base), kind, **({"adapter_size": size} if size else {}))
+    lora.absorb(lora.load(path, model))
+    if find_tokenizer(path):                                               # which knows the form of the conversations
+        tokenizer = Tokenizer.load(path)
     return model.to(dtype), tokenizer
 
 
@@ -89,7 +101,7 @@ def read_model(folder, kind="lm", dimensions=None, **settings):
     if dimensions is None:
         dimensions = read_json(Path(folder) / "config.json").get("dimensions")
     model = Llama(config) if kind == "lm" else ScalarModel(config, dimensions)
-    load_weights(model, folder)
+    load_weights(model, folder, new=adapters.PARTS if settings.get("adapter_size") else ())
     tokenizer = Tokenizer.load(folder)
     if kind == "lm":
         model.n_tokens = tokenizer.vocab_size        # the rows behind those only pad the vocabulary
@@ -352,11 +364,12 @@ def save_model(folder, model, tokenizer, tensors=None):
 
 
 @torch.no_grad()
-def load_weights(model, folder, put=torch.Tensor.copy_):
+def load_weights(model, folder, put=torch.Tensor.copy_, new=()):
     """Fills the model from a folder's safetensors, in bf16, fp16 or fp32. Every tensor must be there with its shape;
     all that are wrong are listed at once, with the keys that decide them. Never leaves a weight as it was drawn,
     but for a scalar head or heads for later tokens that the folder does not have.
-    put(parameter, whole): keeps a part of it, where parameters are parts. Says so when a number is not finite."""
+    put(parameter, whole): keeps a part of it, where parameters are parts. new: ends of the names of those that are to be
+    learned yet, which a folder need not have. Says so when a number is not finite."""
     folder = Path(folder)
     index, heads = folder / "model.safetensors.index.json", folder / "heads.safetensors"
     try:
@@ -382,7 +395,7 @@ def load_weights(model, folder, put=torch.Tensor.copy_):
                "model that it judges.")
     if isinstance(model, ScalarModel) or model.config.tie_embeddings:
         opened.pop("lm_head.weight", None)
-    further = lambda name: name.startswith("future_heads.")
+    further = lambda name: name.startswith("future_heads.") or name.endswith(new)
     parameters = {name: p for name, p in parameters.items() if name in opened or not further(name)}
     opened = {name: file for name, file in opened.items() if name in parameters or not further(name)}
     # Older conversions store RoPE's frequencies, which follow from the config.

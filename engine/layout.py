@@ -33,21 +33,24 @@ def join(setup, layout):
     return replace(setup, layout=layout, mesh=mesh)
 
 
-def build(make, setup, seed, compiled=False):
-    """The model that make() gives, laid out over the ranks and filled from the seed: the same bits for every layout. No
-    rank ever holds more of it than its part and one whole parameter."""
+def build(make, setup, seed, compiled=False, dynamic=None, fill=None):
+    """The model that make() gives, laid out over the ranks and filled from the seed, or by fill(model): the same bits for
+    every layout. No rank ever holds more of it than its part and one whole parameter. dynamic: see compile_blocks."""
+    fill = fill or (lambda model: model.init_weights(seed, put))
     if setup.layout.plain:
-        model = make().init_weights(seed).to(setup.device)
-        compile_blocks(model, setup, compiled)
+        model = make()
+        fill(model)
+        compile_blocks(model.to(setup.device), setup, compiled, dynamic)
         return model
     with torch.device("meta"):
         model = make()
-    spread(model, setup, compiled)
+    spread(model, setup, compiled, dynamic)
     model.to_empty(device="cpu" if setup.layout.offload else setup.device)
-    return model.init_weights(seed, put)
+    fill(model)
+    return model
 
 
-def spread(model, setup, compiled=False):
+def spread(model, setup, compiled=False, dynamic=None):
     """Lays out a model, which may be on the meta device, in place: stages, then matrices, then torch.compile, then
     states. Each step needs the one before."""
     layout, mesh = setup.layout, setup.mesh
@@ -55,7 +58,7 @@ def spread(model, setup, compiled=False):
         keep_stage(model, setup.stage, layout.pp)
     if layout.tp > 1:
         split_matrices(model, mesh["tp"])
-    compile_blocks(model, setup, compiled)
+    compile_blocks(model, setup, compiled, dynamic)
     narrow = None if setup.dtype == torch.float32 else setup.dtype
     # Weights travel and multiply in bf16, gradients are summed in fp32. Inputs are not cast: RoPE's angles need fp32.
     settings = dict(mesh=mesh["replica", "shard"] if layout.replicas > 1 else mesh["shard"],

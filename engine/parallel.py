@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -96,24 +96,35 @@ class Layout:
         return f"pp {self.pp} x dp {self.dp} x tp {self.tp}, {states}" + ", states on the CPU" * self.offload
 
 
-def divide(config, shape, world):
-    """The Layout that train.py's keys ask for on so many ranks, and a sentence for each thing that does not fit. A pure
-    function: no process group is needed."""
-    found = config.below_one("hsdp", "tp", "pp")
+def share(config, world, tp=1, pp=1):
+    """The Layout of so many ranks that the keys parallel, zero, hsdp and cpu_offload ask for, and a sentence for each thing
+    that does not fit. A pure function: no process group is needed."""
+    found = config.below_one("hsdp")
     if config.parallel not in ("ddp", "fsdp"):
         found.append(f"parallel must be 'ddp' or 'fsdp', found '{config.parallel}'")
     if config.zero not in (1, 2, 3):
         found.append(f"zero must be 1, 2 or 3, found {config.zero}")
     if found:
         return Layout(), found
-    sharded, tp, pp = config.parallel == "fsdp", config.tp, config.pp
-    dp = world // (tp * pp)
+    sharded, dp = config.parallel == "fsdp", world // (tp * pp)
     found += [sentence for sentence, wrong in {
-        f"{world} process(es) are no multiple of tp * pp = {tp} * {pp}": world % (tp * pp),
         f"hsdp = {config.hsdp} does not divide the {dp} ranks that share the data (processes / tp / pp)": dp % config.hsdp,
         **{f"{name} = {value} shards states over ranks: it needs parallel = 'fsdp'": not sharded for name, value in (
             ("zero", config.zero), ("hsdp", config.hsdp), ("cpu_offload", config.cpu_offload))
            if value != config.default(name)},
+        f"cpu_offload needs several processes that share the states, found {world}": config.cpu_offload and world == 1,
+    }.items() if wrong]
+    plain = world == 1 or not sharded and tp == pp == 1
+    replicas = config.hsdp if sharded else max(1, dp)
+    return Layout(pp, replicas, dp // replicas, tp, config.zero, config.cpu_offload, plain), found
+
+
+def divide(config, shape, world):
+    """The Layout that train.py's keys ask for on so many ranks, as in `share`."""
+    tp, pp = max(1, config.tp), max(1, config.pp)
+    layout, found = share(config, world, tp, pp)
+    found += config.below_one("tp", "pp") + [sentence for sentence, wrong in {
+        f"{world} process(es) are no multiple of tp * pp = {tp} * {pp}": world % (tp * pp),
         **{f"{name} = {value} must be a multiple of tp = {tp}": value % tp for name, value in (
             ("n_head", shape.n_head), ("n_kv_head", shape.n_kv_head), ("n_inner", shape.n_inner),
             ("vocab_size", shape.vocab_size), ("block_size", config.block_size))},
@@ -123,11 +134,12 @@ def divide(config, shape, world):
         "matrix_learning_rate (Muon) does not go with tp: it needs whole matrices": tp > 1 and config.matrix_learning_rate,
         "watch_nan looks into whole modules: it goes with neither tp nor pp": config.watch_nan and max(tp, pp) > 1,
         "watch_stats does not go with pp: a stage sees its own layers only": config.watch_stats and pp > 1,
-        f"cpu_offload needs several processes that share the states, found {world}": config.cpu_offload and world == 1,
+        "tp does not go with adapters (adapter_size), which need a sublayer's whole output": tp > 1 and shape.adapter_size,
     }.items() if wrong]
     if found or config.below_one("block_size", "micro_batch_size", "batch_tokens"):
         return Layout(), found
     # A rank that has fewer sequences in a step than a micro-batch may hold takes them in one, in a pipeline in pp.
+    dp = layout.dp
     micro = min(config.micro_batch_size, max(1, config.batch_tokens // (config.block_size * dp * pp)))
     unit = config.block_size * micro * dp
     if config.batch_tokens % unit:
@@ -140,9 +152,7 @@ def divide(config, shape, world):
     if n_micro < pp:
         found.append(f"{n_micro} micro-batches a step keep no pipeline of pp = {pp} stages busy: at least {pp} are needed, so "
                      f"batch_tokens = {unit * pp} or more")
-    plain = world == 1 or not sharded and tp == pp == 1
-    replicas = config.hsdp if sharded else dp
-    return Layout(pp, replicas, dp // replicas, tp, config.zero, config.cpu_offload, plain, micro, n_micro), found
+    return replace(layout, micro=micro, n_micro=n_micro), found
 
 
 def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0, patience=600.0):

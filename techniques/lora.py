@@ -5,7 +5,7 @@ LoRA: a large matrix stays as it is, and learns a small difference (Hu et al. 20
 
 B starts at 0, so the first forward pass is the model's own, bit for bit. What is trained is about 1 % of the weights, and
 so are the gradients and AdamW's two moments: tuning needs the memory of the weights and of the activations, and little
-more. sft.py switches it on with --lora_rank=8. Use about ten times the learning rate of full tuning.
+more. sft.py switches it on with --lora_rank=8. Use three to ten times the learning rate of full tuning (README).
 
 All seven matrices of a block have one: leaving out those that are not square (k and v under grouped queries, the whole
 MLP) is a common mistake, and costs most of the effect. The head and the embeddings have none.
@@ -14,21 +14,15 @@ Whoever saves, generates or scores sees an ordinary model, inside `merged`: W + 
 way out W comes back from a copy. Subtracting instead would leave other bits behind each time.
 """
 import contextlib
-import json
-import math
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from safetensors.torch import load_file, save_file
 
 from configurator import refuse
-from engine.files import json_text, write_atomic
-from model import generator_of
+from techniques import adapters
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-PREFIX = "base_model.model."        # PEFT's names are those of the model with this before them
 
 
 class LoRALinear(nn.Linear):
@@ -51,20 +45,18 @@ class LoRALinear(nn.Linear):
 
 
 def add(model, rank, alpha, dropout=0.0, targets=LINEARS, seed=0):
-    """Freezes the model and gives each linear layer of that name its A and B; -> the model.
-
-    A is drawn as nn.Linear draws its weights (uniform up to 1 / sqrt(in)), each from its own generator."""
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+    """Freezes the model and gives each linear layer of that name its A and B; -> the model. seed None: they are drawn
+    later (adapters.draw)."""
+    if model.config.adapter_size:
+        refuse("LoRA on a model with adapters is not done here: its last matrices are no plain ones")
     linears = {name: module for name, module in model.named_modules()
                if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets}
     for name, linear in linears.items():
         parent, _, child = name.rpartition(".")
-        layer = LoRALinear(linear, rank, alpha, dropout).train(linear.training)
-        drawn = torch.rand(layer.lora_A.shape, generator=generator_of(seed, f"{name}.lora_A"))
-        with torch.no_grad():
-            layer.lora_A.copy_((2 * drawn - 1) / math.sqrt(linear.in_features))
-        setattr(model.get_submodule(parent), child, layer)
+        setattr(model.get_submodule(parent), child, LoRALinear(linear, rank, alpha, dropout).train(linear.training))
+    adapters.freeze(model)
+    if seed is not None:
+        adapters.draw(model, seed)
     return model
 
 
@@ -83,6 +75,14 @@ def layers_of(model):
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
+@torch.no_grad()
+def absorb(model):
+    """Merges the differences into the weights, for good."""
+    for layer in layers_of(model).values():
+        layer.weight.copy_(layer.weight.float() + layer.scale * (layer.lora_B.float() @ layer.lora_A.float()))
+        layer.lora_A = layer.lora_B = None
+
+
 @contextlib.contextmanager
 def merged(model):
     """Within it, the model is the ordinary one that LoRA has made of it: its weights, its parameters' names, its speed.
@@ -92,10 +92,7 @@ def merged(model):
         raise RuntimeError("the model is merged already: the difference would be added twice")
     kept = [(layer, layer.weight.detach().clone(), layer.lora_A, layer.lora_B) for layer in layers]
     try:
-        with torch.no_grad():
-            for layer, weight, a, b in kept:
-                layer.weight.copy_(weight.float() + layer.scale * (b.float() @ a.float()))
-                layer.lora_A = layer.lora_B = None
+        absorb(model)
         yield model
     finally:
         with torch.no_grad():
@@ -122,46 +119,26 @@ class SwitchedOff:
                 layer.lora_A = a
 
 
-def save(folder, model, base):
-    """Writes A and B alone, some megabytes, as PEFT reads them: adapter_model.safetensors and adapter_config.json.
-    base: the folder or name of the model that they belong to."""
+def save(folder, model, base, tokenizer=None, write=True):
+    """Writes A and B alone, as PEFT reads them; arguments as in adapters.save."""
     layers = layers_of(model)
     first = next(iter(layers.values()))
-    tensors = {f"{PREFIX}{name}.{which}.weight": getattr(layer, which).detach().cpu().contiguous()
-               for name, layer in layers.items() for which in ("lora_A", "lora_B")}
     rank = len(first.lora_A)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors.tmp", metadata={"format": "pt", "format_version": "1"})
-    (folder / "adapter_model.safetensors.tmp").replace(folder / "adapter_model.safetensors")
-    write_atomic(folder / "adapter_config.json", json_text({
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": rank,
-        "lora_alpha": first.scale * rank, "lora_dropout": first.dropout, "bias": "none", "inference_mode": True,
-        "target_modules": sorted({name.rpartition(".")[2] for name in layers})}))
+    adapters.save(folder, model, base, tokenizer, write, {
+        "peft_type": "LORA", "r": rank, "lora_alpha": first.scale * rank, "lora_dropout": first.dropout, "bias": "none",
+        "inference_mode": True, "target_modules": sorted({name.rpartition(".")[2] for name in layers})})
 
 
-@torch.no_grad()
 def load(folder, model):
-    """Gives the model what `save` wrote, or PEFT did for these layers; -> the model. All that does not fit is told."""
-    folder = Path(folder)
-    try:
-        found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / "adapter_model.safetensors")
-        rank, alpha, targets = found["r"], found["lora_alpha"], tuple(found["target_modules"])
+    """Gives the model what was saved alone, LoRA by `save` or PEFT, or adapters, for which it must have the places; -> the
+    model. All that does not fit is told."""
+    found, tensors = adapters.read(folder)
+    if found.get("peft_type") != "BOTTLENECK":
         strange = [key for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save",
                                    "layers_to_transform", "fan_in_fan_out") if found.get(key)]
-    except Exception as error:
-        refuse(f"{folder} holds no LoRA that can be read ({error}): expected adapter_config.json and "
-               "adapter_model.safetensors")
-    refuse(*(f"{folder}/adapter_config.json asks for {key} = {found[key]!r}, which is not done here" for key in strange),
-           *problems(rank, alpha, 0.0, targets))
-    layers = layers_of(add(model, rank, alpha, found.get("lora_dropout", 0.0), targets))
-    wanted = {f"{PREFIX}{name}.{which}.weight": getattr(layer, which)
-              for name, layer in layers.items() for which in ("lora_A", "lora_B")}
-    refuse(*(f"{folder}: {name} is missing" for name in sorted(wanted.keys() - tensors.keys())),
-           *(f"{folder}: the model has no place for {name}" for name in sorted(tensors.keys() - wanted.keys())),
-           *(f"{folder}: {name} is {tuple(tensors[name].shape)}, the model wants {tuple(wanted[name].shape)}"
-             for name in sorted(wanted.keys() & tensors.keys()) if tensors[name].shape != wanted[name].shape))
-    for name, parameter in wanted.items():
-        parameter.copy_(tensors[name])
+        rank, alpha, targets = found["r"], found["lora_alpha"], tuple(found["target_modules"])
+        refuse(*(f"{folder}/{adapters.SETTINGS} asks for {key} = {found[key]!r}, which is not done here" for key in strange),
+               *problems(rank, alpha, 0.0, targets))
+        add(model, rank, alpha, found.get("lora_dropout", 0.0), targets)
+    adapters.fill(folder, model, tensors)
     return model

@@ -74,6 +74,11 @@ def test_other_words_come_from_the_models_in_turn(tmp_path, monkeypatch, capsys)
         ["other other first words words", "1"], ["other other second words words", "2", "other other third words words", "3"]]
     assert [texts[0] for _, texts in asked] == ["Into French: first", "Into English: other first words"] and asked[0][0] != asked[1][0]
     assert "2 did not end" in capsys.readouterr().out
+    write_lines(tmp_path / "talks.jsonl", [talk("first", "1"), talk("other other first words words", "1"), talk("second", "2")])
+    found = made(tmp_path, *settings)                                  # one of the two comes near to what is there
+    assert [entry["messages"][0]["content"] for entry in found] == ["other other other other first words words words words",
+                                                                    "other other second words words"]
+    assert "1 near duplicates" in capsys.readouterr().out.replace("\n", " ")
     monkeypatch.undo()
     with pytest.raises(SystemExit):                                    # what an untrained model says does not end
         made(tmp_path, *settings, "--max_new_tokens=4")

@@ -148,7 +148,7 @@ def test_an_adapter_that_does_not_fit(tmp_path, capsys):
         assert stop.value.code == 2
         return capsys.readouterr().err
     lora.save(tmp_path / "a", with_lora(), "base")
-    assert "no LoRA that can be read" in refused(tmp_path / "none", small_llama())
+    assert "neither LoRA nor adapters" in refused(tmp_path / "none", small_llama())
     said = refused(tmp_path / "a", small_llama(n_inner=96))
     assert said.count("the model wants") == 2 * 3           # A of down_proj, B of gate_proj and up_proj, in both blocks
     assert "is missing" in refused(tmp_path / "a", small_llama(n_layer=3))

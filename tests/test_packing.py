@@ -101,6 +101,12 @@ def test_ranks_share_a_step_without_rest(batching):
         assert sum(weight == 0 for weight in weights) == max(0, world - 7)
 
 
+def test_what_counts_for_the_budget_are_positions():
+    """A conversation of 33 tokens has 32: two fill a row of 64, and not one of 63."""
+    rows = lambda tokens: [batch[0].numel() for batch in sft.micro_batches(talks([33, 33]), np.arange(2), config_of("packed", 0, tokens), PAD, ALONE)]
+    assert rows(64) == [64] and rows(63) == [32, 32]
+
+
 def test_padding_of_the_three():
     examples, share = talks(LONG_TAILED), {}
     for batching in BATCHINGS:

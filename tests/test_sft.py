@@ -3,13 +3,18 @@ import copy
 import json
 import math
 import random
+import shutil
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 
+import engine.answers
 import sft
 from configurator import configure
 from engine import chat, hf
@@ -392,6 +397,75 @@ def test_one_and_two_processes_give_the_same_losses(world):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)       # Adam learns the same from half of it
     a, b = (load_file(folder / out / "sft" / "step_00000008" / "model.safetensors") for out in ("one", "two"))
     assert max((a[name] - b[name]).abs().max() for name in a) < 1e-4
+
+
+def moments(run, step):
+    """{name: tensor} of all that a full checkpoint holds; after one step without clipping Adam's first moment is a tenth of
+    the gradient."""
+    folder = run / f"full_{step:08d}" / "state"
+    found = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in
+             FileSystemReader(folder).read_metadata().state_dict_metadata.items() if hasattr(about, "size")}
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    return {name: tensor for name, tensor in found.items() if name.endswith("exp_avg")}
+
+
+@pytest.mark.parametrize("ways", [["--zero=3"], ["--zero=1", "--lora_rank=4"], ["--zero=3", "--lora_rank=4"],
+                                  ["--zero=2", "--adapter_size=4"]])
+def test_sharded_over_two_processes_it_is_as_in_one(world, ways):
+    """Losses, gradients and weights, with ranks that have different numbers of micro-batches; and what is saved is whole."""
+    folder = world.folder
+    keys = ["--batch_size=7", "--batching=packed", "--micro_tokens=60", "--save_full=1", "--keep=0", "--grad_clip=0",
+            "--recompute=full", *ways[1:]]
+    one = world("one", *keys, "--max_steps=1")
+    words = [f"--data_dir={folder / 'data'}", f"--out_dir={folder / 'two'}", f"--init_from={folder / 'base'}", "--threads=1",
+             "--device=cpu", "--dtype=fp32", "--log_every=1", "--window=2", "--parallel=fsdp", *keys, *ways]
+    two = folder / "two" / "sft"
+    for steps in (1, 3):
+        shutil.rmtree(folder / "two", ignore_errors=True)
+        code, said = Program("sft.py", *words, f"--max_steps={steps}", processes=2).wait()
+        assert code == 0 and f"ZeRO-{ways[0][-1]} over 2" in said, said
+        if steps == 1:
+            a, b = moments(one, 1), moments(two, 1)
+            assert a.keys() == b.keys() and len(a) == (21 if len(ways) == 1 else 28 if "lora" in ways[1] else 8)
+            for name in a:
+                assert (a[name].norm() > 0) == ("lora_A" not in name and "adapter_down" not in name), name
+                assert (a[name] - b[name]).norm() <= 1e-5 * a[name].norm(), name
+    three = world("three", *keys, "--max_steps=3")
+    for a, b in zip(read_log(three), read_log(two), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+    a, b = (load_file(run / "step_00000003" / "model.safetensors") for run in (three, two))
+    assert a.keys() == b.keys() and max((a[name] - b[name]).abs().max() for name in a) < 1e-4
+    found = [json.loads((run / "result.json").read_text()) for run in (three, two)]
+    assert found[0]["before"] == found[1]["before"] and found[0]["after"]["stop"] == found[1]["after"]["stop"]
+    if ways[1:]:                                    # what is saved alone, as whole as the rest
+        a, b = (load_file(run / "adapter" / "adapter_model.safetensors") for run in (three, two))
+        assert a.keys() == b.keys() and max((a[name] - b[name]).abs().max() for name in a) < 1e-4
+    a, b = moments(three, 3), moments(two, 3)       # now also what the zeros of the start kept from learning
+    assert all(0 < a[name].norm() and (a[name] - b[name]).norm() < 1e-3 * a[name].norm() for name in a)
+    if ways == ["--zero=3", "--lora_rank=4"]:       # after an interruption the same bits
+        before = load_file(two / "step_00000003" / "model.safetensors")
+        for name in ("step_00000003", "full_00000003"):
+            shutil.rmtree(two / name)
+        (two / "result.json").unlink()
+        code, said = Program("sft.py", *words, "--max_steps=3", processes=2).wait()
+        assert code == 0 and f"continuing from {two / 'full_00000002'}" in said, said
+        after = load_file(two / "step_00000003" / "model.safetensors")
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_is_told_of_answers(monkeypatch):
+    """Each answer has its own question's place, and what its end and its form are is not taken for granted."""
+    said = {3: ([5, 6, 9], True), 1: ([7] * 40, False), 2: ([9], True)}                # by the prompt's length; 9 ends
+    monkeypatch.setattr(engine.answers, "generate", lambda model, prompts, *rest, **more: SimpleNamespace(
+        ids=[said[len(prompt)][0] for prompt in prompts], stopped=[said[len(prompt)][1] for prompt in prompts]))
+    how = SimpleNamespace(batch_size=2, seed=1)
+    found = engine.answers.complete(None, [[1, 1, 1], [1], [1, 1]], how, 40, {9})
+    assert found == [([5, 6], True), ([7] * 40, False), ([], True)]
+    scores = engine.answers.answer_scores([("yes", True, [5, 6]), ("yes and no", False, [7] * 40)], "yes|no")
+    assert (scores["stop"], scores["format"], scores["loops"]) == (0.5, 0.5, 0.5) and scores["distinct_1"] == (1 + 1 / 40) / 2
+    assert engine.answers.answer_scores([("yes", True, [5, 6])])["format"] is None
+    table = engine.answers.side_by_side(before={"stop": 0.25, "format": None}, after=scores)
+    assert table.split("\n")[1].split()[-2:] == ["0.250", "0.500"] and table.split("\n")[2].split()[-2:] == ["-", "0.500"]
 
 
 def test_each_epoch_has_an_order_of_its_own(world, monkeypatch):
