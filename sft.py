@@ -392,8 +392,8 @@ def tune(config, setup, alive):
     optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay,
                                (config.beta1, config.beta2))
     modules, moments = {"model": model}, {"model": optimizers}
-    state = {"step": 0, "in_a_row": 0, "recent": [], **(checkpoint.resume(run, modules, moments, setup) or {})}
-    in_a_row, recent = state["in_a_row"], state["recent"]
+    state = checkpoint.resume(run, modules, moments, setup) or {"step": 0}
+    past = ladder.Past(config, state)
     model = wrapped(model, setup)
 
     # 4. What it will cost.
@@ -425,22 +425,20 @@ def tune(config, setup, alive):
         batches = micro_batches(examples, numbers, config, tokenizer.pad_id, setup)
         totals = forward_backward(model, batches, end_id, setup, config.loss_chunk, teacher)
         norm = clip(model.parameters(), config.grad_clip, setup).item()
-        wrong = ladder.trouble(totals["loss"], norm, recent, step >= warmup, config)       # the same on every rank
-        deed = ladder.rung(totals["loss"], norm, wrong, in_a_row + 1, config)
+        wrong, deed = past.judge(totals["loss"], norm, step >= warmup)                   # the same on every rank
         lr = lr_at(step, max_steps, config.learning_rate, warmup, config.schedule, config.final_lr)
         for optimizer in optimizers:
             set_lr(optimizer, lr)
             if not deed:
                 optimizer.step()                    # never with a NaN: in Adam's moments it would stay
             optimizer.zero_grad(set_to_none=not setup.layout.in_buckets)
-        in_a_row, recent = (in_a_row + 1, recent) if deed else (0, [*recent, norm][-config.spike_window:])
         done, seconds = step + 1, time.perf_counter() - began
         first, last = step == state["step"], done == max_steps
 
         record, line = {}, ""
         if deed:
             record = {"loss": totals["loss"], "grad_norm": norm, "skipped": True, "wrong": wrong, "conversations": numbers}
-            line = f"{wrong}: step skipped, {in_a_row} in a row"
+            line = f"{wrong}: step skipped, {past.in_a_row} in a row"
         elif wrong or first or last or done % config.log_every == 0:
             padding, speed = 1 - (lengths[numbers] - 1).sum() / totals["positions"], totals["positions"] / seconds
             record = {**totals, "lr": lr, "grad_norm": norm, "padding": padding, "tokens_per_second": speed,
@@ -454,8 +452,8 @@ def tune(config, setup, alive):
         if record:
             monitor.log(done, line.strip(), **record)
         if deed == "stop":
-            on_main(lambda: ladder.decide(deed, run, step, wrong, in_a_row, [], [], config), setup)
-        facts = {"in_a_row": in_a_row, "recent": recent, "config_hash": config.hash, "tokenizer_hash": tokenizer.hash,
+            on_main(lambda: ladder.decide(deed, run, step, wrong, past.in_a_row, [], [], config), setup)
+        facts = {**past.facts(), "config_hash": config.hash, "tokenizer_hash": tokenizer.hash,
                  "val_loss": record.get("val_loss")}
         leaving = alive.leaving()
         end_step(run, done, max_steps, config, modules, moments, tokenizer, facts, setup, monitor, leaving,

@@ -223,9 +223,9 @@ def load(data, blocks, config, setup):
     rows = -(-len(blocks) // (setup.dp * size)) * size if equal else 0
     mine = [block for share in my_share(blocks, size, setup) for block in share]
     real, mine = len(mine), mine + [blocks[0]] * max(0, rows - len(mine))
-    for start in range(0, len(mine), size):
-        x, y, w = batch(data, mine[start:start + size], config.block_size)
-        y[max(0, real - start):], w[max(0, real - start):] = data.eos_id, 0
+    for first in range(0, len(mine), size):
+        x, y, w = batch(data, mine[first:first + size], config.block_size)
+        y[max(0, real - first):], w[max(0, real - first):] = data.eos_id, 0
         yield tuple(torch.from_numpy(part).to(setup.device) for part in (x, y, w))
 
 
