@@ -90,6 +90,7 @@ def clean_file(path, target, settings, skip=(), slot=None, beat=lambda: None):
 
     def position(at):
         slot[READ] = at
+        slot[SINCE] = int(time.monotonic())        # many gigabytes may lie between two pages
 
     for number, page in enumerate(read_pages(path, losses, settings["max_decompressed"], position)):
         slot[PAGE], slot[SINCE] = number, int(time.monotonic())
@@ -117,6 +118,7 @@ def clean_file(path, target, settings, skip=(), slot=None, beat=lambda: None):
                   place(page, settings), page["measures"].get("perplexity", 0))
         for file, array in zip(arrays, (row, grams, keys)):
             file.write(array.tobytes())
+    slot[SINCE] = 0                                # no page is worked on any more
     entry = documents.close()
     for file, end in zip(arrays, ARRAYS):
         publish(file, f"{target}{end}")
@@ -133,7 +135,7 @@ def clean_file(path, target, settings, skip=(), slot=None, beat=lambda: None):
 def passes(page, steps, settings, audit):
     """Run one page through the filters and count it; whether it is kept."""
     measures = page["measures"] = {}
-    notes = page["notes"] = []
+    notes = page.setdefault("notes", [])
     size = size_of(page)
     for name, step in steps:
         reason = step(page, settings)

@@ -46,7 +46,8 @@ def explain(config, paths, settings):
 def explain_page(page, settings):
     """Whether all filters let it pass."""
     keys = {name: [key for key in keys if key.startswith(("min_", "max_", "language_"))] for name, _, keys, _ in TABLE}
-    page["measures"], page["notes"], dropped = {}, [], None
+    page["measures"], dropped = {}, None
+    page.setdefault("notes", [])
     for name, step in steps_of(settings):
         if dropped and name not in NO_TEXT and not page.get("text"):
             print(f"    {name:<20} has no text to judge")

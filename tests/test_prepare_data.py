@@ -577,6 +577,17 @@ def test_an_unreadable_input(tmp_path, capsys, inputs, monkeypatch):
     refused(capsys, "b.jsonl", "Permission denied", arguments=[f"--data_dir={tmp_path / 'd'}", f"--inputs={inputs}"])
 
 
+def test_a_file_with_several_names_is_read_once_and_a_folder_without_permission_is_named(tmp_path, inputs, capsys, monkeypatch):
+    (inputs / "deeper").mkdir()
+    (inputs / "deeper" / "again").symlink_to(inputs)                  # a loop, of which glob goes round forty times
+    (inputs / "z.jsonl").symlink_to(inputs / "b.jsonl")
+    paths = prepare_data.check(configure(vars(prepare_data), [f"--inputs={inputs},{tmp_path}/in/../in/*.txt"]))
+    assert sorted(path.name for path in paths) == ["a.warc.gz", "b.jsonl", "c.txt"]
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "deeper" and real(path, mode))
+    refused(capsys, "the folder", "deeper", arguments=(f"--data_dir={tmp_path / 'd'}", f"--inputs={inputs}"))
+
+
 def test_a_folder_that_may_not_be_written_to(tmp_path, capsys, inputs):
     (tmp_path / "file").write_text("in the way")
     refused(capsys, "cannot write", arguments=[f"--data_dir={tmp_path / 'file' / 'd'}", f"--inputs={inputs}"])
