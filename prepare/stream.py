@@ -59,8 +59,8 @@ def chunks(path, losses, max_decompressed, position=lambda at: None):
 
 
 def text_of(path, limit=1 << 40):
-    """The text of a file that a setting names, plain or compressed, up to about `limit` bytes. ValueError if it is none:
-    what is compared with noise finds nothing, and nobody would notice."""
+    """The text of a file that a setting names, plain or compressed, up to about `limit` bytes. ValueError if it is
+    none: what is compared with noise finds nothing, and nobody would notice."""
     losses = Counter()
     data = b"".join(chunks(path, losses, limit))
     if b"\0" in data or not data.strip() or losses.keys() & {"truncated", "bad_gzip", "bad_zstd"}:

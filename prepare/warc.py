@@ -335,8 +335,8 @@ def parquet_pages(path, losses):
 
 
 def table_page(cells):
-    """The page of a row {name: a value of pyarrow's}, each judged by itself: there are tables with text stored as bytes,
-    with strings that are not UTF-8, and with dates that Python has no form for."""
+    """The page of a row {name: a value of pyarrow's}, each judged by itself: there are tables with text stored as
+    bytes, with strings that are not UTF-8, and with dates that Python has no form for."""
     item = {}
     for name, cell in cells.items():
         try:

@@ -6,7 +6,8 @@ import pytest
 
 from archives import PROSE, prose
 from prepare import filters, rules
-from prepare.text import changed_by_normalising, codec_of, decode, extract, language_of, language_window, normalise, short_lines
+from prepare.text import changed_by_normalising, codec_of, decode, extract, language_of, language_window, \
+    normalise, short_lines
 
 SETTINGS = {"max_replacement": 0.01, "main_content": False, "languages": ("en",), "language_threshold": 0.995,
             "min_chars": 200, "max_chars": 1_000_000, "min_entropy": 3.2, "min_ascii": 0.3, "keep_indentation": True,

@@ -577,7 +577,7 @@ def test_an_unreadable_input(tmp_path, capsys, inputs, monkeypatch):
     refused(capsys, "b.jsonl", "Permission denied", arguments=[f"--data_dir={tmp_path / 'd'}", f"--inputs={inputs}"])
 
 
-def test_a_file_with_several_names_is_read_once_and_a_folder_without_permission_is_named(tmp_path, inputs, capsys, monkeypatch):
+def test_a_file_with_several_names_is_read_once_and_a_closed_folder_is_named(tmp_path, inputs, capsys, monkeypatch):
     (inputs / "deeper").mkdir()
     (inputs / "deeper" / "again").symlink_to(inputs)                  # a loop, of which glob goes round forty times
     (inputs / "z.jsonl").symlink_to(inputs / "b.jsonl")

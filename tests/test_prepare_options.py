@@ -216,7 +216,8 @@ def test_files_to_compare_with_may_be_compressed_and_noise_is_refused(tmp_path, 
     arguments = [f"--data_dir={tmp_path / 'd'}", f"--inputs={tmp_path / 'a.jsonl'}"]
     for name in ("plain", "gz", "zst"):
         prepare_data.check(configure(vars(prepare_data), [*arguments, f"--{key}={tmp_path / name}"]))
-    bad = {"empty": b"\n", "table": b"PAR1\0\0", "cut": gzip.compress(lines.encode())[:-9], "utf16": "text".encode("utf-16")}
+    bad = {"empty": b"\n", "table": b"PAR1\0\0", "cut": gzip.compress(lines.encode())[:-9],
+           "utf16": "text".encode("utf-16")}
     for name, data in bad.items() | ({"short": b"no\nthirteen\nwords"}.items() if key == "contaminated" else set()):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(SystemExit) as stop:
