@@ -51,7 +51,7 @@ from engine.shards import ShardWriter, read_documents, read_jsonl_zst, write_ind
 from engine.tokenizer import Tokenizer, find_tokenizer
 from prepare import look
 from prepare.audit import add, empty_audit, finished, host_of, judge, waterfall
-from prepare.clean import CLEANED, HARMLESS, DocumentFile, read_array, row_type
+from prepare.clean import CLEANED, HARMLESS, DocumentFile, read_array, row_type, whole_file
 from prepare.corpus import build_corpus
 from prepare.dedup import MIX, PARAGRAPH_BREAK, buckets, candidate_probability, repeated, representatives
 from prepare.filters import EVALUATION_NGRAM, evaluation_ngrams, steps_of
@@ -266,12 +266,7 @@ def cleaned_documents(done):
     """The documents of all cleaned files, in order. Their numbers stand for them in what is compared, so none may be
     missing."""
     for target, counts in done:
-        found = 0
-        for found, document in enumerate(read_jsonl_zst(f"{target}.jsonl.zst"), 1):
-            yield document
-        if found != counts["documents"]:
-            refuse(f"{target}.jsonl.zst is damaged: {found} documents of {counts['documents']}; delete it "
-                   "and run the same command again")
+        yield from read_jsonl_zst(whole_file(target, ".jsonl.zst", counts))
 
 
 def write_documents(done, decided, config, folder, audit):
@@ -533,6 +528,8 @@ def prepare(config, root, paths, ranks):
         write_json(audit_file, audit)
         for path in (root / "work").glob("band_*"):
             path.unlink()
+    elif not (root / "audit.html").exists():
+        write_atomic(root / "audit.html", page_of(audit))
     if not audit["documents"]:
         refuse_empty(audit)
     remove_others(root / "docs", "*_[0-9][0-9][0-9][0-9][0-9].jsonl.zst*",

@@ -3,7 +3,7 @@ How fast pages become documents: beside datatrove on the demo's archive, and on 
 
     python bench/data.py                              ours alone
     python bench/data.py --datatrove=VENV/bin/python  in turns with it: pip install datatrove==0.10.1 trafilatura spacy
-                                                      lxml_html_clean warcio faust-cchardet python-magic
+                                                      lxml_html_clean warcio faust-cchardet python-magic orjson
     python bench/data.py --big=2000                   memory while an archive of 2,000 MB is read, tenth by tenth
 
 Both do the same on the same file: read the archive, HTML to text, Gopher's repetition and quality, compressed JSON

@@ -65,11 +65,17 @@ def temporary(path):
     return f"{path}.{os.getpid()}.tmp"
 
 
-def read_array(target, end, dtype, counts):
-    """The whole of target + end, mapped; refuses one that is not as it was written."""
+def whole_file(target, end, counts):
+    """The path of target + end; refuses one that is not as it was written."""
     path = Path(f"{target}{end}")
     if not intact(path.parent, {path.name: counts["files"][end]}):
         refuse(f"{path} is damaged; delete it and run the same command again")
+    return path
+
+
+def read_array(target, end, dtype, counts):
+    """The whole of target + end, mapped."""
+    path = whole_file(target, end, counts)
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
 
 
@@ -122,7 +128,7 @@ def clean_file(path, target, settings, skip=(), slot=None, beat=lambda: None):
     entry = documents.close()
     for file, end in zip(arrays, ARRAYS):
         publish(file, f"{target}{end}")
-    files = {end: sha256_file(f"{target}{end}") for end in ARRAYS}
+    files = {end: sha256_file(f"{target}{end}") for end in ARRAYS} | {".jsonl.zst": entry["sha256"]}
     sizes = {name: losses.pop(name) for name in sorted(losses) if name.startswith("bytes_")}
     # Whole: nothing of the file was lost on the way. A truncated file is never reported as clean.
     clean_text = settings["perplexity_text"]

@@ -413,6 +413,16 @@ def test_explain_says_what_every_filter_says_and_what_came_after(tmp_path, capsy
     refused(capsys, "no page has the URL or id 'http://no'", arguments=[*arguments, "--explain=http://no"])
 
 
+def test_explain_names_a_damaged_file_of_decisions(tmp_path, capsys):
+    many(tmp_path / "a.jsonl", 3, "http://a.example/")
+    run(tmp_path / "d", tmp_path / "a.jsonl")
+    url = documents(tmp_path / "d")[0]["url"]
+    path = tmp_path / "d" / "work" / "decisions.npz"
+    path.write_bytes(path.read_bytes()[:100])
+    refused(capsys, "decisions.npz is damaged", "audit.json", arguments=(
+        f"--data_dir={tmp_path / 'd'}", f"--inputs={tmp_path / 'a.jsonl'}", f"--explain={url}"))
+
+
 def test_inspect_shows_the_index_and_decodes_the_first_documents(tmp_path, capsys):
     lines(tmp_path / "a.jsonl", *({"text": prose(name), "url": name} for name in NAMES))
     tokenizer = byte_tokenizer()
