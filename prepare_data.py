@@ -46,18 +46,19 @@ from pathlib import Path
 import numpy as np
 
 from configurator import configure, refuse
-from engine.files import intact, lock_folder, publish, read_json, sha256_file, write_atomic, write_json
+from engine.files import intact, lock_folder, printable, publish, read_json, sha256_file, write_atomic, write_json
 from engine.shards import ShardWriter, read_documents, read_jsonl_zst, write_index
 from engine.tokenizer import Tokenizer, find_tokenizer
 from prepare import look
 from prepare.audit import add, empty_audit, finished, host_of, judge, waterfall
-from prepare.clean import CLEANED, DocumentFile, read_array, row_type
+from prepare.clean import CLEANED, HARMLESS, DocumentFile, read_array, row_type, whole_file
 from prepare.corpus import build_corpus
 from prepare.dedup import MIX, PARAGRAPH_BREAK, buckets, candidate_probability, repeated, representatives
-from prepare.filters import steps_of
+from prepare.filters import EVALUATION_NGRAM, evaluation_ngrams, steps_of
 from prepare.page import page_of
 from prepare.progress import Progress
 from prepare.rules import RULES
+from prepare.stream import text_of
 from prepare.warc import PARQUET, shown_name, size_of
 from prepare.workers import Ranks, clean_files
 
@@ -131,8 +132,25 @@ def settings_of(config):
     settings = {name: value for name, value in config.items() if name not in LATER_KEYS}
     if config.language_threshold is None:
         settings["language_threshold"] = 0.65 if config.language_model else 0.995
-    names = [name for key in FILE_KEYS for name in np.atleast_1d(settings[key]).tolist() if name]
-    return settings | {"read": {name: sha256_file(name) for name in names}}
+    return settings | {"read": {name: sha256_file(name) for key in FILE_KEYS for name in named_files(settings[key])}}
+
+
+def named_files(value):
+    """The files in the value of one of FILE_KEYS."""
+    return [name for name in np.atleast_1d(value).tolist() if name]
+
+
+def side_file_problem(key, name):
+    """What is wrong with a file that is compared with, or None."""
+    if not os.access(name, os.R_OK) or Path(name).is_dir():
+        return f"--{key}: {name} cannot be read"
+    try:
+        if key == "contaminated" and not len(evaluation_ngrams((name,))):
+            return f"--{key}: {name} has no {EVALUATION_NGRAM} words in a row, so no page could share them with it"
+        if key in ("block_list", "perplexity_text"):
+            text_of(name, 1 << 28)
+    except ValueError as error:
+        return f"--{key}: {error}"
 
 
 # --- Clean the input files, each by itself ----------------------------------------------------------------------------
@@ -141,7 +159,7 @@ def clean_inputs(paths, config, work, ranks):
     """[(target, counts)] of every input file, in order. What was done before with the same everything is done."""
     settings, program = settings_of(config), program_hash()
     named = {key: value for key, value in settings.items() if key not in FILE_KEYS}
-    named |= {"read": sorted(settings["read"].values())}
+    named |= {"read": {key: [settings["read"][name] for name in named_files(settings[key])] for key in FILE_KEYS}}
     work.mkdir(parents=True, exist_ok=True)
     targets = {}
     for path in paths[ranks.rank::ranks.size]:
@@ -248,12 +266,7 @@ def cleaned_documents(done):
     """The documents of all cleaned files, in order. Their numbers stand for them in what is compared, so none may be
     missing."""
     for target, counts in done:
-        found = 0
-        for found, document in enumerate(read_jsonl_zst(f"{target}.jsonl.zst"), 1):
-            yield document
-        if found != counts["documents"]:
-            refuse(f"{target}.jsonl.zst is damaged: {found} documents of {counts['documents']}; delete it "
-                   "and run the same command again")
+        yield from read_jsonl_zst(whole_file(target, ".jsonl.zst", counts))
 
 
 def write_documents(done, decided, config, folder, audit):
@@ -367,8 +380,8 @@ def check(config):
     problems += [f"{key} must be {' or '.join(map(repr, values))}, found {getattr(config, key)!r}"
                  for key, values in (("val_by", ("page", "domain")), ("dedup_scope", ("all", "input")))
                  if getattr(config, key) not in values]
-    problems += [f"--{key}: {name} cannot be read" for key in FILE_KEYS
-                 for name in np.atleast_1d(getattr(config, key)).tolist() if name and not os.access(name, os.R_OK)]
+    problems += filter(None, (side_file_problem(key, name) for key in FILE_KEYS
+                              for name in named_files(getattr(config, key))))
     if config.language_model and (config.language_threshold or 0) > 0.95:
         problems.append(f"language_threshold {config.language_threshold} is for py3langid, whose probabilities lie "
                         "near 1. Of real English pages fastText gives 0.6 to 0.96, so above 0.95 nothing would be "
@@ -393,10 +406,17 @@ def check(config):
             problems.append(f"--inputs: {pattern!r} matches only files of {config.data_dir} that are written by this "
                             "script or the next ones; choose another --data_dir")
         paths = dict.fromkeys(files - own, number) | paths
+        problems += [f"--inputs: the folder {name} cannot be read" for name in names
+                     if Path(name).is_dir() and not os.access(name, os.R_OK | os.X_OK)]
+    # By one of its names only, if it has several: folders of links, a folder and its path from the root.
+    paths = {path: paths[path] for path in {path.resolve(): path for path in sorted(paths, reverse=True)}.values()}
     for path in paths:
-        with open(path, "rb") as file:
-            if file.read(4) == PARQUET and not importlib.util.find_spec("pyarrow"):
-                problems.append(f"{path} is a Parquet file; to read it: pip install pyarrow")
+        try:
+            with open(path, "rb") as file:
+                if file.read(4) == PARQUET and not importlib.util.find_spec("pyarrow"):
+                    problems.append(f"{path} is a Parquet file; to read it: pip install pyarrow")
+        except OSError as error:
+            problems.append(f"input {path} cannot be read: {error.strerror}. Mend it or leave it out of --inputs.")
     refuse(*problems)
     return dict(sorted(paths.items()))
 
@@ -405,10 +425,10 @@ def report(audit):
     """Print what was lost in reading, the waterfall, and the files of what is left."""
     for item in audit["inputs"]:
         if not item["whole"]:
-            lost = ", ".join(f"{name} {count:,}" for name, count in item["losses"].items())
+            lost = ", ".join(f"{name} {count:,}" for name, count in item["losses"].items() if name not in HARMLESS)
             print(f"{item['file']} was not read whole: {lost}")
         for page in item["quarantined"]:
-            print(f"left out, since it twice killed the process that cleaned it: {page} of {item['file']}")
+            print(f"left out, since it twice killed the process that cleaned it: {printable(page)} of {item['file']}")
     read = {name: sum(item["bytes"].get(name, 0) for item in audit["inputs"]) for name in
             ("bytes_read", "bytes_pages", "bytes_heads", "bytes_other")}
     skipped = sum(item["losses"].get("skipped_bytes", 0) for item in audit["inputs"])
@@ -508,6 +528,8 @@ def prepare(config, root, paths, ranks):
         write_json(audit_file, audit)
         for path in (root / "work").glob("band_*"):
             path.unlink()
+    elif not (root / "audit.html").exists():
+        write_atomic(root / "audit.html", page_of(audit))
     if not audit["documents"]:
         refuse_empty(audit)
     remove_others(root / "docs", "*_[0-9][0-9][0-9][0-9][0-9].jsonl.zst*",

@@ -65,11 +65,17 @@ def temporary(path):
     return f"{path}.{os.getpid()}.tmp"
 
 
-def read_array(target, end, dtype, counts):
-    """The whole of target + end, mapped; refuses one that is not as it was written."""
+def whole_file(target, end, counts):
+    """The path of target + end; refuses one that is not as it was written."""
     path = Path(f"{target}{end}")
     if not intact(path.parent, {path.name: counts["files"][end]}):
         refuse(f"{path} is damaged; delete it and run the same command again")
+    return path
+
+
+def read_array(target, end, dtype, counts):
+    """The whole of target + end, mapped."""
+    path = whole_file(target, end, counts)
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
 
 
@@ -90,6 +96,7 @@ def clean_file(path, target, settings, skip=(), slot=None, beat=lambda: None):
 
     def position(at):
         slot[READ] = at
+        slot[SINCE] = int(time.monotonic())        # many gigabytes may lie between two pages
 
     for number, page in enumerate(read_pages(path, losses, settings["max_decompressed"], position)):
         slot[PAGE], slot[SINCE] = number, int(time.monotonic())
@@ -117,10 +124,11 @@ def clean_file(path, target, settings, skip=(), slot=None, beat=lambda: None):
                   place(page, settings), page["measures"].get("perplexity", 0))
         for file, array in zip(arrays, (row, grams, keys)):
             file.write(array.tobytes())
+    slot[SINCE] = 0                                # no page is worked on any more
     entry = documents.close()
     for file, end in zip(arrays, ARRAYS):
         publish(file, f"{target}{end}")
-    files = {end: sha256_file(f"{target}{end}") for end in ARRAYS}
+    files = {end: sha256_file(f"{target}{end}") for end in ARRAYS} | {".jsonl.zst": entry["sha256"]}
     sizes = {name: losses.pop(name) for name in sorted(losses) if name.startswith("bytes_")}
     # Whole: nothing of the file was lost on the way. A truncated file is never reported as clean.
     clean_text = settings["perplexity_text"]
@@ -133,7 +141,7 @@ def clean_file(path, target, settings, skip=(), slot=None, beat=lambda: None):
 def passes(page, steps, settings, audit):
     """Run one page through the filters and count it; whether it is kept."""
     measures = page["measures"] = {}
-    notes = page["notes"] = []
+    notes = page.setdefault("notes", [])
     size = size_of(page)
     for name, step in steps:
         reason = step(page, settings)

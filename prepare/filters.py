@@ -18,6 +18,7 @@ from prepare.audit import host_of
 from prepare.dedup import chained, word_hashes
 from prepare.perplexity import model_of
 from prepare.rules import RULES, first
+from prepare.stream import text_of
 from prepare.text import changed_by_normalising, codec_of, decode, extract, language_of, normalise
 
 ACCEPTED_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
@@ -39,9 +40,8 @@ def protocol(page, settings):
 @functools.cache
 def block_list(path):
     """The lines of the file at `path`: a domain, which stands for its subdomains too, or the beginning of a URL."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        lines = (re.sub(r"^\w+://(www\.)?", "", line.split("#")[0].strip().lower()).rstrip("/") for line in file)
-        return frozenset(filter(None, lines))
+    lines = (line.split("#")[0].strip().lower() for line in text_of(path).split("\n"))
+    return frozenset(re.sub(r"^\w+://(www\.)?", "", line).rstrip("/") for line in lines) - {""}
 
 
 def blocked(page, settings):
@@ -132,9 +132,8 @@ def evaluation_ngrams(paths):
     """Hashes of all word 13-grams of the files: (n,) uint64, sorted. A line is a text, or JSON with texts in it."""
     found = []
     for path in paths:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                found += [chained(word_hashes(text), EVALUATION_NGRAM) for text in strings_of(line)]
+        for line in text_of(path).split("\n"):
+            found += [chained(word_hashes(text), EVALUATION_NGRAM) for text in strings_of(line)]
     return np.unique(np.concatenate([np.zeros(0, np.uint64), *found]))
 
 

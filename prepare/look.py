@@ -46,7 +46,8 @@ def explain(config, paths, settings):
 def explain_page(page, settings):
     """Whether all filters let it pass."""
     keys = {name: [key for key in keys if key.startswith(("min_", "max_", "language_"))] for name, _, keys, _ in TABLE}
-    page["measures"], page["notes"], dropped = {}, [], None
+    page["measures"], dropped = {}, None
+    page.setdefault("notes", [])
     for name, step in steps_of(settings):
         if dropped and name not in NO_TEXT and not page.get("text"):
             print(f"    {name:<20} has no text to judge")
@@ -75,12 +76,17 @@ def explain_later(config, page):
         print(f"  {root} has not been finished: nothing is known of what comes after the filters")
         return
     urls = [(document["url"], document["id"]) for path in parts for document in read_jsonl_zst(path)]
-    with np.load(root / "work" / "decisions.npz") as told:
-        for number in (number for number, names in enumerate(urls) if names == (page["url"], page["id"])):
-            reason, original = str(told["reason"][number]), int(told["representative"][number])
-            like = f" of {urls[original][0] or urls[original][1]}" if original >= 0 else ""
-            detail = f", {told['detail'][number]}" if told["detail"][number] else ""
-            print(f"  afterwards dropped: {reason}{like}{detail}" if reason else "  kept")
+    path = root / "work" / "decisions.npz"
+    try:
+        with np.load(path) as file:
+            told = dict(file)
+    except Exception as error:                                # a damaged zip file is told of in many ways
+        refuse(f"{path} is damaged: {error}. Delete {root / 'audit.json'}, then run the same without --explain")
+    for number in (number for number, names in enumerate(urls) if names == (page["url"], page["id"])):
+        reason, original = str(told["reason"][number]), int(told["representative"][number])
+        like = f" of {urls[original][0] or urls[original][1]}" if original >= 0 else ""
+        detail = f", {told['detail'][number]}" if told["detail"][number] else ""
+        print(f"  afterwards dropped: {reason}{like}{detail}" if reason else "  kept")
     for split in ("train", "val"):
         names = ((document["url"], document["id"]) for document in read_documents(root, split))
         if (page["url"], page["id"]) in names:

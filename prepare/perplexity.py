@@ -13,6 +13,7 @@ import json
 import numpy as np
 
 from prepare.dedup import chained
+from prepare.stream import text_of
 
 ORDER = 5
 TRAIN_CHARACTERS = 20_000_000
@@ -67,11 +68,10 @@ class Model:
 @functools.cache
 def model_of(path):
     """The model of the file at `path`: plain text, or JSON lines with a "text"."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        text = file.read(TRAIN_CHARACTERS * 2)
+    text = text_of(path, TRAIN_CHARACTERS * 4)
     if text.lstrip().startswith("{"):
         parts = []
-        for line in text.splitlines():
+        for line in text.split("\n"):
             try:
                 parts.append(json.loads(line)["text"])
             except (ValueError, KeyError, TypeError):             # the last line may be cut

@@ -8,6 +8,7 @@ that is lost on the way is counted in `losses`.
 import os
 import re
 import zlib
+from collections import Counter
 
 import zstandard
 
@@ -55,6 +56,16 @@ def chunks(path, losses, max_decompressed, position=lambda at: None):
                 return
             left -= len(piece)
             yield piece
+
+
+def text_of(path, limit=1 << 40):
+    """The text of a file that a setting names, plain or compressed, up to about `limit` bytes. ValueError if it is
+    none: what is compared with noise finds nothing, and nobody would notice."""
+    losses = Counter()
+    data = b"".join(chunks(path, losses, limit))
+    if b"\0" in data or not data.strip() or losses.keys() & {"truncated", "bad_gzip", "bad_zstd"}:
+        raise ValueError(f"{path} is empty, damaged or no text; expected UTF-8, as it is or in gzip or zstd")
+    return data.decode("utf-8-sig", "replace")
 
 
 def _members(file, losses, kind, heads, new, size, *limit):
@@ -116,12 +127,12 @@ def _dictionary(file, losses):
 
 
 class Window:
-    """A buffer over a stream of pieces, from which lines and blocks are taken and to which they can be given back."""
+    """A buffer over a stream of pieces, from which lines and blocks are taken."""
 
     def __init__(self, pieces):
         self.pieces = iter(pieces)
         self.buffer = bytearray()
-        self.taken = 0                 # how many bytes have been, without those that were given back
+        self.taken = 0                 # how many bytes have been
 
     def fill(self, size):
         """Try to have `size` bytes ready; the number that are."""
@@ -142,10 +153,6 @@ class Window:
         del self.buffer[:len(data)]
         self.taken += len(data)
         return data
-
-    def give_back(self, data):
-        self.buffer[:0] = data
-        self.taken -= len(data)
 
     def line(self, limit):
         """The next line with its line end, cut at `limit` bytes; b"" at the end of the stream."""

@@ -4,6 +4,7 @@ import functools
 import re
 import unicodedata
 
+import regex
 from resiliparse.extract.html2text import extract_plain_text
 from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
 
@@ -81,6 +82,9 @@ KINDS = {
     "annotations_and_tags": "\ufff9-\ufffb\U000e0000-\U000e007f",
     "surrogates": "\ud800-\udfff",
 }
+# Sorting a run of accents into NFC's order takes quadratic time: a page of nothing else would take for ever. No script
+# stacks as many; the limit is that of Unicode's stream-safe text (UAX #15, 13).
+STACKED = regex.compile(r"(\p{M}{30})\p{M}+")
 INVISIBLE = re.compile(f"[{''.join(KINDS.values())}]")
 RUN = re.compile(r"[ \t]+")
 
@@ -107,7 +111,8 @@ def changed_by_normalising(text):
     invisible = not is_plain(mended) and INVISIBLE.search(mended) is not None
     found = [f"normalised_{kind}" for kind, codes in KINDS.items() if invisible and re.search(f"[{codes}]", text)]
     found += ["normalised_spaces"] * any(space in text for space in SPACES)
-    found += ["normalised_to_nfc"] * (not unicodedata.is_normalized("NFC", text))
+    found += ["normalised_stacked_accents"] * (STACKED.search(text) is not None)
+    found += ["normalised_to_nfc"] * (not unicodedata.is_normalized("NFC", STACKED.sub(r"\1", text)))
     return ["invisible_characters_removed"] * invisible + found
 
 
@@ -117,7 +122,7 @@ def normalise(text, keep_indentation=True):
     text = one_kind(text)
     if not is_plain(text):
         # NFC after the invisible ones are gone, since one of them may stand between a letter and its accent.
-        text = unicodedata.normalize("NFC", INVISIBLE.sub("", text))
+        text = unicodedata.normalize("NFC", STACKED.sub(r"\1", INVISIBLE.sub("", text)))
     # Line by line: as one regular expression, "spaces before the end of a line" takes quadratic time on many spaces.
     lines = [tidy_line(line if keep_indentation else line.lstrip(" \t")) for line in text.split("\n")]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")

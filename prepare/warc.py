@@ -157,23 +157,23 @@ def records(window, losses):
             losses["bad_header" if headers is None else "bad_length"] += 1
             lost(window.taken - begin)
             continue
-        head = window.taken - begin
-        block = window.take(int(declared))
-        short = len(block) < int(declared)
-        following = window.peek(64).lstrip(b"\r\n")                     # should be nothing or the next record
+        head, size = window.taken - begin, int(declared)
+        short = window.fill(size + 64) < size
+        following = window.buffer[size:size + 64].lstrip(b"\r\n")       # should be nothing or the next record
+        swallowed = None
         if short or not b"WARC/".startswith(following[:5]):
-            # The length was wrong. If too large, it swallowed the beginning of the next record: give that back.
-            swallowed = NEXT_RECORD.search(block)
+            # The length was wrong. If too large, the block holds the beginning of the next record, and ends there.
+            swallowed = NEXT_RECORD.search(window.buffer, 0, size)
             if short and not swallowed:
                 losses["truncated"] = 1                                 # the file ends inside this record
-                lost(head + len(block))
+                lost(head + len(window.take(size)))
                 return
             losses["bad_length"] += 1
-            if swallowed:
-                window.give_back(block[swallowed.end():])
-                whole = block[:swallowed.end()]
-                block = block[:swallowed.start()].rstrip(b"\r\n")
-                head += len(whole) - len(block)
+        block = window.take(swallowed.end() if swallowed else size)
+        if swallowed:
+            head += len(block)
+            block = block[:swallowed.start()].rstrip(b"\r\n")
+            head -= len(block)
         losses["bytes_heads"] += head
         yield headers, block
 
@@ -238,7 +238,7 @@ def unchunk(body):
 
 def unpack(body, encoding):
     """{"body": ...} decompressed as `encoding` says, or {"drop": reason}. The header lies often: believe the bytes."""
-    if body.startswith(GZIP) and (not encoding or "gzip" in encoding):
+    if body.startswith(GZIP):                                           # which no text does, whatever it is called
         attempts = (31,)
     elif encoding == "deflate":
         attempts = (15, -15)                                            # as the standard says, or as many servers do it
@@ -250,8 +250,12 @@ def unpack(body, encoding):
             whole = unpacker.decompress(body, RECORD_LIMIT)
         except zlib.error:
             continue
-        return {"drop": "body_too_large"} if unpacker.unconsumed_tail else {"body": whole}
-    return {"body": body} if encoding == "deflate" else {"drop": "content_encoding"}
+        if unpacker.unconsumed_tail:
+            return {"drop": "body_too_large"}
+        if unpacker.eof or whole and wbits != -15:                      # which many a text looks like for some bytes
+            cut = not unpacker.eof or unpacker.unused_data.startswith(GZIP)
+            return {"body": whole, "notes": ["unpacked_body_cut_short"] * cut}
+    return {"drop": "content_encoding"} if body.startswith(GZIP) else {"body": body}
 
 
 # --- JSON lines, Parquet and text files -------------------------------------------------------------------------------
@@ -320,15 +324,30 @@ def parquet_pages(path, losses):
             wanted = [name for name in ("text", "raw_content", "content", "url", "id", "date", "date_download")
                       if name in table.schema_arrow.names]
             for rows in table.iter_batches(64, columns=wanted):
-                for number, item in enumerate(rows.to_pylist(), number + 1):
+                for number, cells in enumerate(zip(*rows.columns) if wanted else ((),) * len(rows), number + 1):
                     page = {"url": "", "id": f"{shown_name(path)}:{number}", "date": "", "kind": "text", "body": b""}
-                    page |= page_of({key: str(value or "") if key.startswith("date") else value     # may be a datetime
-                                     for key, value in item.items()})
+                    page |= table_page(dict(zip(rows.schema.names, cells)))
                     losses["bytes_pages"] += size_of(page)
                     losses["bytes_read"] += size_of(page)
                     yield page
     except (pyarrow.ArrowException, OSError):                   # OSError is also what it says of damaged pages
         losses["bad_parquet"] += 1
+
+
+def table_page(cells):
+    """The page of a row {name: a value of pyarrow's}, each judged by itself: there are tables with text stored as
+    bytes, with strings that are not UTF-8, and with dates that Python has no form for."""
+    item = {}
+    for name, cell in cells.items():
+        try:
+            raw = cell.is_valid and hasattr(cell, "as_buffer")
+            value = cell.as_buffer().to_pybytes().decode() if raw else cell.as_py()
+            item[name] = str(value) if name.startswith("date") and value else value
+        except UnicodeDecodeError:
+            return {"drop": "json_not_utf8"}
+        except (ValueError, OverflowError):
+            item[name] = None
+    return page_of(item)
 
 
 def text_page(window, source, kind, losses):

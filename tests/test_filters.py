@@ -6,7 +6,8 @@ import pytest
 
 from archives import PROSE, prose
 from prepare import filters, rules
-from prepare.text import codec_of, decode, extract, language_of, language_window, normalise, short_lines
+from prepare.text import changed_by_normalising, codec_of, decode, extract, language_of, language_window, \
+    normalise, short_lines
 
 SETTINGS = {"max_replacement": 0.01, "main_content": False, "languages": ("en",), "language_threshold": 0.995,
             "min_chars": 200, "max_chars": 1_000_000, "min_entropy": 3.2, "min_ascii": 0.3, "keep_indentation": True,
@@ -153,6 +154,14 @@ def test_d23_what_cannot_be_seen_goes_what_spells_stays():
     text.encode("utf-8")
     assert normalise("\ud83d lone \udfff") == " lone"
     assert normalise("e\u0301 \ufb01 x\u00b2") == "é ﬁ x²"                        # NFC, not NFKC
+
+
+def test_d24_a_page_of_accents_takes_no_quadratic_time():
+    tower, start = "a" + "\u0301\u0323" * 20_000 + " e\u0301", time.process_time()
+    assert changed_by_normalising(tower) == ["normalised_stacked_accents", "normalised_to_nfc"]
+    once = normalise(tower)
+    assert time.process_time() - start < 1 and len(once) < 40 and once.endswith(" \u00e9") and normalise(once) == once
+    assert normalise("\u0e01\u0e34\u0e48" + "x\u0335" * 50) == "\u0e01\u0e34\u0e48" + "x\u0335" * 50
 
 
 def test_whitespace():

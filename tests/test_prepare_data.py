@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 
 import prepare_data
 from archives import html, http, members, prose, record, response
@@ -401,7 +402,11 @@ def test_cleaned_files_that_are_damaged_are_named(tmp_path, inputs, capsys):
     run(tmp_path / "d", inputs)
     for end, fraction in ((".rows", 0.4), (".jsonl.zst", 0.5), (".shingles", 0.3)):
         path = sorted((tmp_path / "d" / "work").glob(f"*{end}"))[0]
-        for content in (path.read_bytes()[:50], b"", b"something else"):
+        whole = path.read_bytes()
+        # One bit of a text, in a file that can be read to its end and has all of its lines.
+        flipped = zstandard.compress(zstandard.ZstdDecompressor().decompressobj().decompress(whole).replace(
+            b"committee", b"cmmmittee", 1)) if end == ".jsonl.zst" else whole[:9] + bytes([whole[9] ^ 1]) + whole[10:]
+        for content in (whole[:50], b"", b"something else", flipped):
             path.write_bytes(content)
             with pytest.raises(SystemExit) as stop:
                 run(tmp_path / "d", inputs, f"--val_fraction={fraction}")
@@ -575,6 +580,17 @@ def test_an_unreadable_input(tmp_path, capsys, inputs, monkeypatch):
         return "0"
     monkeypatch.setattr(prepare_data, "sha256_file", unreadable)
     refused(capsys, "b.jsonl", "Permission denied", arguments=[f"--data_dir={tmp_path / 'd'}", f"--inputs={inputs}"])
+
+
+def test_a_file_with_several_names_is_read_once_and_a_closed_folder_is_named(tmp_path, inputs, capsys, monkeypatch):
+    (inputs / "deeper").mkdir()
+    (inputs / "deeper" / "again").symlink_to(inputs)                  # a loop, of which glob goes round forty times
+    (inputs / "z.jsonl").symlink_to(inputs / "b.jsonl")
+    paths = prepare_data.check(configure(vars(prepare_data), [f"--inputs={inputs},{tmp_path}/in/../in/*.txt"]))
+    assert sorted(path.name for path in paths) == ["a.warc.gz", "b.jsonl", "c.txt"]
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "deeper" and real(path, mode))
+    refused(capsys, "the folder", "deeper", arguments=(f"--data_dir={tmp_path / 'd'}", f"--inputs={inputs}"))
 
 
 def test_a_folder_that_may_not_be_written_to(tmp_path, capsys, inputs):

@@ -1,5 +1,6 @@
 """What prepare_data.py can do beside the usual: windows, other splits, comparing with other texts, and looking at results."""
 
+import gzip
 import json
 import random
 import re
@@ -7,14 +8,17 @@ import types
 
 import numpy as np
 import pytest
+import zstandard
 
 import prepare_data
 from archives import PROSE, html, members, prose, response
+from configurator import configure
 from engine.shards import TokenData, read_documents
 from prepare import audit, filters, perplexity
 from prepare.filters import TABLE, blocked, contaminated, masked, steps_of
 from prepare.page import page_of
 from prepare.rules import RULES, c4, fineweb, gopher_quality
+from prepare.stream import text_of
 from prepare.text import changed_by_normalising, language_of, normalise
 from prepare_data import windows_of
 from small import byte_tokenizer
@@ -201,6 +205,37 @@ def test_pages_that_share_13_words_with_an_evaluation(tmp_path):
     assert contaminated(page(text=PROSE), {**settings, "contaminated": (str(tmp_path / "none"),)}) is None
 
 
+@pytest.mark.parametrize("key", ["contaminated", "block_list", "perplexity_text"])
+def test_files_to_compare_with_may_be_compressed_and_noise_is_refused(tmp_path, key, capsys):
+    lines = "\n".join(f"https://www.blocked{n}.example one two three four five six seven eight nine ten eleven twelve"
+                      for n in range(9))
+    for name, pack in (("plain", bytes), ("gz", gzip.compress), ("zst", zstandard.compress)):
+        (tmp_path / name).write_bytes(pack(lines.encode()))
+    assert text_of(tmp_path / "plain") == text_of(tmp_path / "gz") == text_of(tmp_path / "zst") == lines
+    (tmp_path / "a.jsonl").write_text("{}")
+    arguments = [f"--data_dir={tmp_path / 'd'}", f"--inputs={tmp_path / 'a.jsonl'}"]
+    for name in ("plain", "gz", "zst"):
+        prepare_data.check(configure(vars(prepare_data), [*arguments, f"--{key}={tmp_path / name}"]))
+    bad = {"empty": b"\n", "table": b"PAR1\0\0", "cut": gzip.compress(lines.encode())[:-9],
+           "utf16": "text".encode("utf-16")}
+    for name, data in bad.items() | ({"short": b"no\nthirteen\nwords"}.items() if key == "contaminated" else set()):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(SystemExit) as stop:
+            prepare_data.check(configure(vars(prepare_data), [*arguments, f"--{key}={tmp_path / name}"]))
+        assert stop.value.code == 2 and f"--{key}: {tmp_path / name}" in capsys.readouterr().err
+
+
+def test_the_same_file_under_another_key_is_another_setting(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": prose(name), "url": f"http://{name}.example/"}) + "\n"
+                                              for name in ("alder", "birch", "cedar")))
+    (tmp_path / "list").write_text(f"alder.example\n{prose('birch')[len(PROSE):]}\n")
+    left = {}
+    for key in ("block_list", "contaminated", "block_list"):
+        call(f"--data_dir={tmp_path / 'd'}", f"--inputs={tmp_path / 'a.jsonl'}", f"--{key}={tmp_path / 'list'}")
+        left[key] = {document["url"][7:12] for document in documents(tmp_path / "d")}
+    assert left == {"block_list": {"birch", "cedar"}, "contaminated": {"alder", "cedar"}}
+
+
 def test_clean_text_is_less_surprising_and_the_model_has_a_name(tmp_path):
     clean = " ".join(prose(name) for name in NAMES) * 3
     (tmp_path / "clean.txt").write_text(clean)
@@ -376,6 +411,16 @@ def test_explain_says_what_every_filter_says_and_what_came_after(tmp_path, capsy
     assert re.search(r"language +other_language +de language_score .*\(language_threshold 0.995\)", said)
     assert "gopher_quality" in said.split("other_language")[1] and "dropped: other_language" in said and "Der Zug" in said
     refused(capsys, "no page has the URL or id 'http://no'", arguments=[*arguments, "--explain=http://no"])
+
+
+def test_explain_names_a_damaged_file_of_decisions(tmp_path, capsys):
+    many(tmp_path / "a.jsonl", 3, "http://a.example/")
+    run(tmp_path / "d", tmp_path / "a.jsonl")
+    url = documents(tmp_path / "d")[0]["url"]
+    path = tmp_path / "d" / "work" / "decisions.npz"
+    path.write_bytes(path.read_bytes()[:100])
+    refused(capsys, "decisions.npz is damaged", "audit.json", arguments=(
+        f"--data_dir={tmp_path / 'd'}", f"--inputs={tmp_path / 'a.jsonl'}", f"--explain={url}"))
 
 
 def test_inspect_shows_the_index_and_decodes_the_first_documents(tmp_path, capsys):

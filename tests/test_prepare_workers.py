@@ -12,7 +12,9 @@ from collections import Counter
 import pytest
 
 from archives import html, members, prose, response
-from prepare import workers
+import prepare_data
+from configurator import configure
+from prepare import clean, workers
 from prepare.progress import Progress
 from programs import run
 from small import ROOT, byte_tokenizer
@@ -80,6 +82,22 @@ def test_pages_that_kill_or_hold_a_process_are_left_out_and_named_and_the_rest_i
     assert "http://a.example/cedar" in (tmp_path / "d" / "audit.html").read_text()
     again = start(tmp_path / "d", "--workers=1")
     assert "documents: done before and unchanged" in again.communicate(timeout=60)[0] and again.returncode == 0
+
+
+def test_a_long_way_between_two_pages_is_no_page_that_takes_too_long(tmp_path, monkeypatch):
+    now, seen, slot = [5], [], [0] * clean.SLOTS
+
+    def pages(path, losses, limit, position):
+        yield {"url": "", "id": "x", "date": "", "kind": "text", "text": "x"}
+        now[0] = 1000
+        position(1)
+        seen.append(slot[clean.SINCE])
+
+    settings = prepare_data.settings_of(configure(vars(prepare_data), []))
+    monkeypatch.setattr(clean, "read_pages", pages)
+    monkeypatch.setattr(clean.time, "monotonic", lambda: now[0])
+    clean.clean_file(tmp_path / "x", tmp_path / "target", settings, (), slot)
+    assert seen == [1000] and slot[clean.SINCE] == 0
 
 
 def children_of(parent):

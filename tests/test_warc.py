@@ -13,7 +13,7 @@ import zstandard
 from archives import html, http, members, record, response
 from prepare import warc
 from prepare.stream import Window, chunks
-from prepare.warc import read_pages, size_of
+from prepare.warc import read_pages, size_of, unpack
 
 
 def read(path, **options):
@@ -273,6 +273,13 @@ def test_a_length_of_10_to_the_15_does_not_read_the_rest_of_the_file_into_memory
     assert urls(pages) == ["1", "3"] and losses["bad_length"] == 1 and peak < 10_000_000
 
 
+def test_d14_lengths_that_reach_far_beyond_the_next_records_take_no_quadratic_time(tmp_path):
+    whole = record("response", http(html("text")), length="60000000") * 8000
+    start = time.process_time()
+    pages, losses = read_bytes(tmp_path, whole)
+    assert len(pages) == losses["bad_length"] == 7999 and losses["truncated"] and time.process_time() - start < 5
+
+
 def test_d15_line_feeds_only(tmp_path):
     records = [record("response", http(html(str(i)), eol=b"\n"), f"http://a.example/{i}", eol=b"\n") for i in (1, 2)]
     pages, losses = read_bytes(tmp_path, b"".join(records))
@@ -385,6 +392,21 @@ def test_d7_bodies_are_unpacked_by_what_they_are(tmp_path, encoding, pack, expec
 # --------------------------------------------------------------------------------------------------------------------
 # JSON lines and text
 
+@pytest.mark.parametrize("encoding", ["deflate", "identity", "utf-8", "br"])
+def test_gzip_is_unpacked_under_whatever_name(encoding):
+    assert unpack(gzip.compress(b"text"), encoding) == {"body": b"text", "notes": []}
+
+
+def test_what_is_lost_of_a_packed_body_is_noted_and_text_that_is_called_deflate_stays():
+    cut = ["unpacked_body_cut_short"]
+    whole = gzip.compress(bytes(range(256)) * 9)
+    assert unpack(whole[:-30], "gzip")["notes"] == cut and unpack(whole + whole, "gzip")["notes"] == cut
+    assert unpack(zlib.compress(b"text" * 99)[:-3], "deflate")["notes"] == cut
+    assert unpack(b"", "deflate") == unpack(b"", "gzip") == {"body": b""}
+    for text in (b'd0CZ"', b"d", b"lu", b"<p>text"):                  # valid beginnings of deflate, some of them
+        assert unpack(text, "deflate") == {"body": text}
+
+
 def test_d25_each_line_of_json_is_judged_by_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(warc, "RECORD_LIMIT", 1_000_000)
     lines = [
@@ -448,6 +470,20 @@ def test_tables_are_read_where_pyarrow_is(tmp_path):
     assert read(tmp_path / "y.parquet") == ([], {"bad_parquet": 1})
     parquet.write_table(pyarrow.table({"words": ["a"]}), tmp_path / "z.parquet")
     assert [page["drop"] for page in read(tmp_path / "z.parquet")[0]] in ([], ["json_no_text"])
+
+
+def test_each_cell_of_a_table_is_judged_by_itself(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+    binary = pyarrow.array([b"good", b"\xff\xfe", b"last"], pyarrow.binary())
+    broken = pyarrow.Array.from_buffers(pyarrow.string(), 3, binary.buffers())
+    dates = [pyarrow.array([1, 2 ** 62, None], kind) for kind in (pyarrow.timestamp("ns"), pyarrow.timestamp("us"))]
+    for text in (binary, broken):
+        for date in dates:
+            parquet.write_table(pyarrow.table({"text": text, "date": date, "id": date}), tmp_path / "x.parquet")
+            pages, losses = read(tmp_path / "x.parquet")
+            assert [page.get("text", page.get("drop")) for page in pages] == ["good", "json_not_utf8", "last"]
+            assert pages[2]["id"] == "x.parquet:3" and pages[2]["date"] == "" and not losses
 
 
 def test_every_byte_of_damaged_files_is_accounted_for(tmp_path):
