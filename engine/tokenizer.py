@@ -22,7 +22,6 @@ import hashlib
 import heapq
 import json
 import re
-import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +32,7 @@ from sentencepiece import SentencePieceProcessor
 from configurator import refuse
 from engine import pieces
 from engine.files import read_json, write_atomic, write_json
+from engine.nfc import nfc
 from engine.workers import in_parallel, text_batches
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -297,10 +297,10 @@ class Tokenizer:
 
     def _normal(self, text):
         text = valid_unicode(text)
-        if not self.nfc or unicodedata.is_normalized("NFC", text):
+        if not self.nfc or text.isascii():
             return text
         parts = self._words.split(text) if self.words else [text]      # no accent reaches over a word's border
-        return "".join(unicodedata.normalize("NFC", part) for part in parts)
+        return "".join(map(nfc, parts))
 
     def clean(self, text):
         """The text that encode reads: with lone surrogates as U+FFFD; where the tokenizer wants it, in NFC; and without
