@@ -15,6 +15,7 @@ import math
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from configurator import refuse
@@ -56,7 +57,9 @@ def save(folder, model, base, tokenizer=None, write=True, settings=None):
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer:
         tokenizer.save(folder)
-    save_file(tensors, folder / f"{WEIGHTS}.tmp", metadata={"format": "pt", "format_version": "1"})
+    shape = {key: getattr(model.config, key) for key in ("block_size", "rope_scaling")}     # which sft.py may have changed
+    save_file(tensors, folder / f"{WEIGHTS}.tmp",
+              metadata={"format": "pt", "format_version": "1", "shape": json.dumps(shape)})
     (folder / f"{WEIGHTS}.tmp").replace(folder / WEIGHTS)
     write_atomic(folder / SETTINGS, json_text({
         "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base),
@@ -79,11 +82,14 @@ def read(folder):
 
 
 def base_of(folder):
-    """(the model's folder, the size of its adapters or 0 for LoRA) of what was saved alone."""
+    """(the model's folder, how its shape is to be changed) of what was saved alone: adapter_size, not for LoRA, and,
+    if `save` wrote it, a longer context. PEFT reads LoRA without that."""
     found, _ = read(folder)
     if not found.get("base_model_name_or_path"):
         refuse(f"{folder}/{SETTINGS} does not say what model it belongs to: base_model_name_or_path")
-    return found["base_model_name_or_path"], found.get("adapter_size", 0)
+    with safe_open(Path(folder) / WEIGHTS, "pt") as file:
+        shape = json.loads((file.metadata() or {}).get("shape", "{}"))
+    return found["base_model_name_or_path"], {**shape, **{key: found[key] for key in ("adapter_size",) if key in found}}
 
 
 @torch.no_grad()
