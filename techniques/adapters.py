@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from configurator import refuse
-from engine.files import json_text, write_atomic
+from engine.files import fits, json_text, write_atomic
 from model import generator_of
 
 PARTS = ("lora_A", "lora_B", "adapter_down", "adapter_up")      # ends of the names of what is learned beside the rest
@@ -71,10 +71,10 @@ def read(folder):
     folder = Path(folder)
     try:
         found = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        lacking = [key for key in (("adapter_size",) if found.get("peft_type") == "BOTTLENECK" else
-                                   ("r", "lora_alpha", "target_modules")) if key not in found]
-        if lacking:
-            raise KeyError(*lacking)
+        like = ({"adapter_size": int} if found.get("peft_type") == "BOTTLENECK" else
+                {"r": int, "lora_alpha": (int, float), "target_modules": [str]})
+        if not fits(found, like):
+            raise ValueError(f"{SETTINGS} does not say {', '.join(like)}, or not in the usual form")
         return found, load_file(folder / WEIGHTS)
     except Exception as error:
         refuse(f"{folder} holds neither LoRA nor adapters that can be read ({error!r}): expected {SETTINGS} and "
@@ -85,7 +85,7 @@ def base_of(folder):
     """(the model's folder, how its shape is to be changed) of what was saved alone: adapter_size, not for LoRA, and,
     if `save` wrote it, a longer context. PEFT reads LoRA without that."""
     found, _ = read(folder)
-    if not found.get("base_model_name_or_path"):
+    if not fits(found, {"base_model_name_or_path": str}) or not found["base_model_name_or_path"]:
         refuse(f"{folder}/{SETTINGS} does not say what model it belongs to: base_model_name_or_path")
     with safe_open(Path(folder) / WEIGHTS, "pt") as file:
         shape = json.loads((file.metadata() or {}).get("shape", "{}"))
