@@ -80,7 +80,8 @@ def refuse(*problems):
         return
     rank = os.environ.get("RANK", "0")
     for problem in problems:
-        print(f"[rank {rank}] {problem}" if rank != "0" else problem, file=sys.stderr)
+        problem = f"[rank {rank}] {problem}" if rank != "0" else str(problem)
+        print(problem.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)    # a name may be no UTF-8
     raise SystemExit(2)
 
 

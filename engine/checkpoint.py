@@ -224,11 +224,8 @@ def resume(run_dir, modules, optimizers, setup, elsewhere="", trust_state=False)
     belong to a past that will not happen, and keep another name; half-written folders of a killed run are removed."""
     wait()
     folder = _newest_for_all(run_dir, setup)
-    if folder is None and (broken := steps_of(run_dir, "full")):
-        light = newest(run_dir, "light", verify, say=False) if setup.is_main else None
-        refuse_once(setup, f"no full checkpoint in {run_dir} is sound (steps {', '.join(map(str, broken))}), so the run can "
-                    f"not go on. Put a sound copy back; or remove {run_dir} and begin anew" + f"; or, in another --out_dir, "
-                    f"take the weights of {light} as --init_from" * bool(light))
+    if folder is None:
+        on_main(lambda: refuse(*_none_sound(run_dir)), setup)
     if folder is None and elsewhere:
         folder = Path(elsewhere)
         if problems := _faults_for_all(folder, setup):
@@ -273,6 +270,17 @@ def _newest_for_all(run_dir, setup):
                         seen[0].keys() == seen[unlike[0]].keys()) + ". Every machine needs the same out_dir, on a disk "
                     "that all share.")
     return newest(run_dir, "full", lambda folder: _faults_for_all(folder, setup), say=setup.is_main)
+
+
+def _none_sound(run_dir):
+    """What to do where no full checkpoint verifies, when there are some. Rank 0 alone asks, and the others wait for it: it
+    reads a whole light checkpoint, and torchrun ends it as soon as another rank has ended."""
+    if not (broken := steps_of(run_dir, "full")):
+        return []
+    light = newest(run_dir, "light", verify, say=False)
+    return [f"no full checkpoint in {run_dir} is sound (steps {', '.join(map(str, broken))}), so the run can not go on. Put "
+            f"a sound copy back; or remove {run_dir} and begin anew" + f"; or, in another --out_dir, take the weights of "
+            f"{light} as --init_from" * bool(light)]
 
 
 def _faults_for_all(folder, setup):

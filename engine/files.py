@@ -128,9 +128,8 @@ def read_json(path, missing=None, like={}):
         refuse(f"{path} is damaged: {error}")
     if not isinstance(obj, dict):
         refuse(f"{path} holds a {type(obj).__name__}, expected an object with named values")
-    for name, inner in like.items():
-        if not fits(obj[name], inner):
-            refuse(f"{path}: {name!r} is damaged, or not what this program writes. Remove the file and make it anew.")
+    refuse(*(f"{path}: {name!r} is missing, damaged, or not what this program writes. Remove the file and make it anew."
+             for name, inner in like.items() if not fits(obj, {name: inner})))
     version = obj.get("format_version", FORMAT_VERSION)
     if not isinstance(version, int) or version > FORMAT_VERSION:
         refuse(f"{path} has format_version {version!r}, this program reads up to {FORMAT_VERSION}: use a newer program")

@@ -84,8 +84,8 @@ def load_model(path, kind="lm", dtype=torch.float32):
     if not (Path(path) / adapters.SETTINGS).exists():
         model, tokenizer = read_model(find_folder(path), kind)
         return model.to(dtype), tokenizer
-    base, size = adapters.base_of(path)
-    model, tokenizer = read_model(find_folder(base), kind, **({"adapter_size": size} if size else {}))
+    base, changed = adapters.base_of(path)
+    model, tokenizer = read_model(find_folder(base), kind, **changed)
     lora.absorb(lora.load(path, model))
     if find_tokenizer(path):                                               # which knows the form of the conversations
         tokenizer = Tokenizer.load(path)

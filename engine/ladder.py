@@ -22,7 +22,7 @@ import torch
 from configurator import refuse
 from engine import checkpoint, parallel
 from engine.checkpoint import on_main
-from engine.files import printable, read_json, write_json
+from engine.files import fits, printable, read_json, write_json
 from engine.loader import plan_step
 from engine.manifest import abandon, folder_of, steps_of
 from engine.optim import LossScale
@@ -119,13 +119,9 @@ def decisions_of(run, state=None):
     """All roll-backs of a run so far, oldest first. A checkpoint's own list may lack the last ones, and knows them when
     the file was lost. Refuses a file that says something else."""
     written = read_json(run / "rollbacks.json", {"rollbacks": []})["rollbacks"]
-    count = lambda number: type(number) is int and number >= 0
-    try:
-        sound = all(count(each["to"]) and 0 < each["lr_factor"] <= 1 and list(map(count, each["window"])) == [True, True]
-                    for each in map(dict, written))
-    except (TypeError, ValueError, KeyError):
-        sound = False
-    if not sound:
+    if not fits(written, [{"to": int, "window": [int], "lr_factor": (int, float)}]) or not all(
+            len(each["window"]) == 2 and min(each["to"], *each["window"]) >= 0 and 0 < each["lr_factor"] <= 1
+            for each in written):
         refuse(f"{run}/rollbacks.json is damaged: it says where the run went back, as 'to', 'window' and 'lr_factor'. "
                "Put back a copy of it, or remove it: then what the newest full checkpoint knows of that counts.")
     return max(written, (state or {}).get("rollbacks", []), key=len)

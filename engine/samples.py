@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from configurator import read_saved, refuse
-from engine.files import FORMAT_VERSION, open_to_append, read_json
+from engine.files import FORMAT_VERSION, fits, open_to_append, read_json
 from engine.loader import open_mixture, plan_step
 from engine.manifest import folder_of, steps_of, verify
+
+LINE = {"attempt": int, "step": int, "plan": int, "world": int, "blocks": [int], "share": [int]}
 
 
 def path_of(run_dir, rank):
@@ -50,15 +52,13 @@ def read_samples(path):
     lines = {}
     with contextlib.suppress(OSError), open(path, "rb") as file:
         for text in file:
-            with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
+            with contextlib.suppress(ValueError, RecursionError):
                 line = json.loads(text)
-                blocks, share = line["blocks"], line["share"]
-                numbers = [line["attempt"], line["step"], line["plan"], line["world"], *blocks, *share]
-                if {*map(type, numbers)} != {int} or len(share) != 2 or min(share[1], line["world"]) < 1:
+                if not fits(line, LINE) or len(line["share"]) != 2 or min(line["share"][1], line["world"]) < 1:
                     continue
                 while lines and next(reversed(lines)) >= line["step"]:
                     lines.popitem()
-                lines[line["step"]] = {**line, "blocks": np.array(blocks)}
+                lines[line["step"]] = {**line, "blocks": np.array(line["blocks"])}
     return lines
 
 

@@ -15,10 +15,11 @@ import math
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from configurator import refuse
-from engine.files import json_text, write_atomic
+from engine.files import fits, json_text, write_atomic
 from model import generator_of
 
 PARTS = ("lora_A", "lora_B", "adapter_down", "adapter_up")      # ends of the names of what is learned beside the rest
@@ -56,7 +57,9 @@ def save(folder, model, base, tokenizer=None, write=True, settings=None):
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer:
         tokenizer.save(folder)
-    save_file(tensors, folder / f"{WEIGHTS}.tmp", metadata={"format": "pt", "format_version": "1"})
+    shape = {key: getattr(model.config, key) for key in ("block_size", "rope_scaling")}     # which sft.py may have changed
+    save_file(tensors, folder / f"{WEIGHTS}.tmp",
+              metadata={"format": "pt", "format_version": "1", "shape": json.dumps(shape)})
     (folder / f"{WEIGHTS}.tmp").replace(folder / WEIGHTS)
     write_atomic(folder / SETTINGS, json_text({
         "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base),
@@ -68,10 +71,10 @@ def read(folder):
     folder = Path(folder)
     try:
         found = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        lacking = [key for key in (("adapter_size",) if found.get("peft_type") == "BOTTLENECK" else
-                                   ("r", "lora_alpha", "target_modules")) if key not in found]
-        if lacking:
-            raise KeyError(*lacking)
+        like = ({"adapter_size": int} if found.get("peft_type") == "BOTTLENECK" else
+                {"r": int, "lora_alpha": (int, float), "target_modules": [str]})
+        if not fits(found, like):
+            raise ValueError(f"{SETTINGS} does not say {', '.join(like)}, or not in the usual form")
         return found, load_file(folder / WEIGHTS)
     except Exception as error:
         refuse(f"{folder} holds neither LoRA nor adapters that can be read ({error!r}): expected {SETTINGS} and "
@@ -79,11 +82,14 @@ def read(folder):
 
 
 def base_of(folder):
-    """(the model's folder, the size of its adapters or 0 for LoRA) of what was saved alone."""
+    """(the model's folder, how its shape is to be changed) of what was saved alone: adapter_size, not for LoRA, and,
+    if `save` wrote it, a longer context. PEFT reads LoRA without that."""
     found, _ = read(folder)
-    if not found.get("base_model_name_or_path"):
+    if not fits(found, {"base_model_name_or_path": str}) or not found["base_model_name_or_path"]:
         refuse(f"{folder}/{SETTINGS} does not say what model it belongs to: base_model_name_or_path")
-    return found["base_model_name_or_path"], found.get("adapter_size", 0)
+    with safe_open(Path(folder) / WEIGHTS, "pt") as file:
+        shape = json.loads((file.metadata() or {}).get("shape", "{}"))
+    return found["base_model_name_or_path"], {**shape, **{key: found[key] for key in ("adapter_size",) if key in found}}
 
 
 @torch.no_grad()

@@ -110,12 +110,28 @@ def test_saved_alone_and_read_again(tmp_path, capsys):
     adapters.save(tmp_path / "a", model, "the base")
     assert (tmp_path / "a" / adapters.WEIGHTS).stat().st_size < 8_000
     found = lora.load(tmp_path / "a", small_llama(adapter_size=4))
-    assert torch.equal(found(IDS), model(IDS)) and adapters.base_of(tmp_path / "a") == ("the base", 4)
+    folder, shape = adapters.base_of(tmp_path / "a")
+    assert torch.equal(found(IDS), model(IDS)) and (folder, shape["adapter_size"]) == ("the base", 4)
     for other, said in ((small_llama(), "no place for"), (small_llama(adapter_size=4, n_layer=3), "is missing"),
                         (small_llama(adapter_size=8), "the model wants")):
         with pytest.raises(SystemExit) as stop:
             lora.load(tmp_path / "a", other)
         assert stop.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("few", [lora, adapters])
+def test_a_longer_context_is_saved_with_it(tmp_path, few):
+    """As after sft.py --rope_scaling: the folder that they name has the context from before."""
+    base, longer = small_llama(), dict(block_size=128, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    hf.save_model(tmp_path / "base", base, byte_tokenizer())
+    if few is lora:
+        model = lora.add(small_llama(**longer), rank=4, alpha=8)
+    else:
+        model = with_adapters(**longer)
+    few.save(tmp_path / "alone", model, tmp_path / "base")
+    found, _ = hf.load_model(tmp_path / "alone")
+    assert (found.config.block_size, found.config.rope_scaling) == (128, longer["rope_scaling"])
+    assert torch.allclose(found(IDS), model(IDS), atol=1e-5) and not torch.allclose(found(IDS), base(IDS), atol=1e-5)
 
 
 def talked(capsys, folder):

@@ -147,4 +147,4 @@ def test_nothing_to_do_is_said(capsys, tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text('{"script": "train", "config": [], "versions": 1}')
     code, said = run(capsys, f"--diff={tmp_path}/one,{tmp_path}/two")
-    assert code == 2 and "one/config.json: 'config' is damaged" in said
+    assert code == 2 and all(f"{name!r} is missing, damaged" in said for name in ("config", "versions", "environment"))

@@ -265,7 +265,7 @@ def watched(data, tmp_path, change, *extra, **form):      # noqa: F811
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_a_weight_that_is_inf_is_named_with_its_module_and_input(data, tmp_path, monkeypatch, recompute):      # noqa: F811
     compiled = []
-    monkeypatch.setattr(layout, "compile_blocks", lambda model, setup, wanted: compiled.append(wanted))
+    monkeypatch.setattr(layout, "compile_blocks", lambda model, setup, wanted, dynamic: compiled.append(wanted))
     def spoil(weights):
         weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.inf
     found = watched(data, tmp_path, spoil, f"--recompute={recompute}", "--compile=True")

@@ -112,7 +112,7 @@ def test_a_full_checkpoint_from_outside_is_code_and_needs_trust(data, tmp_path):
     assert "max_steps" in train(data, tmp_path / "late", *extra, *own, code=2)   # there would be nothing left to do
     wrong = {"none": "does not exist", "theirs": f"holds some: name one, {theirs.with_name('full_00000006')}",
              "theirs/pretrain/step_00000006": "is a light one, which has weights only: --init_from=",
-             "theirs/pretrain/tensorboard": "is none"}
+             "theirs/pretrain/full_00000003/state": "is none"}
     for name, why in wrong.items():
         said = train(data, tmp_path / "typo", *extra, f"--resume_from={tmp_path / name}", code=2)
         assert f"resume_from takes a full checkpoint (a folder full_NNNNNNNN), and {tmp_path / name} {why}" in said

@@ -214,7 +214,7 @@ def test_documents_without_an_audit_are_unfinished(tmp_path, capsys):
     write_json(tmp_path / "audit.json", {"files": []})
     with pytest.raises(SystemExit):
         list(read_documents(tmp_path, "train"))
-    assert "audit.json has no 'documents'" in capsys.readouterr().err
+    assert "audit.json: 'documents' is missing" in capsys.readouterr().err
     write_json(tmp_path / "audit.json", {"documents": [{"file": "docs/train_00000.jsonl.zst", "split": "train"}]})
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "train_00000.jsonl.zst").write_bytes(b"not zstd")
