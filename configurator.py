@@ -193,12 +193,17 @@ def parse(key, text):
     """The value of `--key=text`, or ValueError."""
     if key.kind is str and not (key.optional and text == "None"):
         return text
-    with contextlib.suppress(SyntaxError):
-        refuse_twice(ast.parse(text.strip(), mode="eval"))
+    # --inputs=a.jsonl,b.jsonl needs no brackets, and --languages= means none.
+    as_words = lambda: fit(key, [*filter(None, text.split(","))] if key.item is str else text)
     try:
-        return fit(key, constant(ast.parse(text.strip(), mode="eval").body))
-    except (ValueError, SyntaxError):     # --inputs=a.jsonl,b.jsonl needs no brackets, and --languages= means none
-        return fit(key, [*filter(None, text.split(","))] if key.item is str else text)
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError):         # ValueError: NUL bytes, or what is no UTF-8
+        return as_words()
+    refuse_twice(tree)
+    try:
+        return fit(key, constant(tree.body))
+    except ValueError:
+        return as_words()
 
 
 def nearest(name, names):

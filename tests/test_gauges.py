@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine import gauges, hf, layout
+from engine.files import sha256_file
 from engine.gauges import Gauges, flops_per_token, memory, peak_of
 from engine.loader import open_mixture
 from engine.monitor import flat, read_log
@@ -336,7 +337,10 @@ def test_the_rank_where_it_began_is_named(tmp_path):
     folder, tokenizer = make_data(tmp_path / "data"), byte_tokenizer()
     tokens, [token] = TokenData(folder / "tokens", "train", tokenizer.hash), tokenizer.encode("Z")
     place = 32 * int(step_blocks(1, 8, n_blocks(tokens.n_tokens, 32), 1)[1]) + 5            # in step 2, a row of rank 1
-    np.memmap(folder / "tokens" / f"train_{place // 3000:05d}.bin", "<u2", "r+")[place % 3000] = token
+    shard = folder / "tokens" / f"train_{place // 3000:05d}.bin"
+    index, before = folder / "tokens" / "index.json", sha256_file(shard)
+    np.memmap(shard, "<u2", "r+")[place % 3000] = token
+    index.write_text(index.read_text().replace(before, sha256_file(shard)))
 
     def spoil(weights):
         weights["model.embed_tokens.weight"][token, 7] = torch.inf
