@@ -116,7 +116,8 @@ def constant(node):
         raise ValueError("not a constant")
     try:
         for part in ast.walk(node):
-            if isinstance(part, ast.BinOp) and isinstance(part.op, (ast.Pow, ast.LShift)) and constant(part.right) > 1000:
+            grows = isinstance(part, ast.BinOp) and isinstance(part.op, (ast.Pow, ast.LShift))
+            if grows and constant(part.right) > 1000:
                 raise ValueError("a number that would not fit into memory")       # 9**9**9
         return eval(compile(ast.Expression(node), "<constant>", "eval"))
     except Exception as error:

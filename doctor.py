@@ -23,7 +23,7 @@ from engine.monitor import read_log
 from engine.samples import order_problems
 from engine.shards import shard_problems
 
-verify = ""                     # a folder whose checkpoints, or token shards, are read and compared with their checksums
+verify = ""                     # a folder whose checkpoints or token shards are read and compared with their checksums
 diff: tuple[str] = ()           # two folders of runs to compare
 order = ""                      # a pretraining run whose sample log is compared with its plan
 alarms = ""                     # a folder whose logs are gone through for signs of trouble

@@ -467,7 +467,7 @@ class ScalarModel(nn.Module):
         nn.init.zeros_(self.score.bias)
 
     def forward(self, ids, mask=None, keep=None):
-        """ids (B, T) -> fp32 (B, T), with several heads (B, T, heads). keep (B, T) bool: only at these N positions, (N,)."""
+        """ids (B, T) -> fp32 (B, T), with several heads (B, T, heads). keep (B, T) bool: only there, (N,)."""
         return self.score(self.model(ids, mask, keep=keep)).squeeze(-1).float()
 
     @torch.no_grad()

@@ -80,7 +80,7 @@ batch_size = 64                 # conversations per step over all processes
 micro_batch_size = 32           # conversations per process and forward pass; the result is the same for any
 batching = "padded"             # 'padded' rows, 'buckets' of a token budget, or 'packed' rows, see engine/packing.py
 micro_tokens = 4096             # the budget: positions per process and forward pass; the result is the same for any
-window = 16                     # steps whose conversations are sorted by length together; 1: no sorting, best when packed
+window = 16                     # steps whose conversations are sorted by length together; 1: no sorting, if packed
 epochs = 1
 max_steps: int | None = None    # None: all steps of the epochs
 learning_rate = 1e-3            # peak
@@ -303,7 +303,8 @@ def check(config, shape, setup):
     problems += [sentence for sentence, wrong in {
         f"max_length must lie between 2 and the model's context, {shape.block_size} (or choose a rope_scaling); found "
         f"{config.max_length}": config.max_length is not None and not 2 <= config.max_length <= shape.block_size,
-        f"overlong must be 'truncate' or 'drop', found '{config.overlong}'": config.overlong not in ("truncate", "drop"),
+        f"overlong must be 'truncate' or 'drop', found '{config.overlong}'":
+            config.overlong not in ("truncate", "drop"),
         f"batching must be one of {', '.join(BATCHINGS)}, found '{config.batching}'": config.batching not in BATCHINGS,
         **{f"batching = 'packed' {sentence}": config.batching == "packed" for sentence in shape.inseparable()},
         f"conversations_mix must be files and their shares, numbers above 0; found {mix}": mix is not None and not (

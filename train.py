@@ -81,7 +81,7 @@ sliding_window = 0              # a token sees so many, itself among them, as in
 rope_scaling: dict | None = None    # RoPE stretched: {'rope_type': 'yarn', 'factor': 4.0, ...}, see model.py
 family = ""                     # whose files checkpoints are written as; '': the plainest that can say all this
 n_future = 1                    # tokens ahead that are predicted; 2: a second head learns the token after the next
-adapter_size = 0                # bottlenecks behind the sublayers, for a model that sft.py gave some (techniques/adapters.py)
+adapter_size = 0                # bottlenecks behind the sublayers, as sft.py adds them (techniques/adapters.py)
 # the optimisation
 batch_tokens = 16384            # tokens per step over all processes, so a step means the same on any number of them
 micro_batch_size = 16           # sequences per process and forward pass: memory against speed, the result is the same
@@ -359,7 +359,7 @@ def show_plan(config):
 
 
 def take_up(state, train, per_step, config, setup):
-    """Where the loop goes on: (step, tokens, what it remembers, its batches). state: of a full checkpoint, or a beginning."""
+    """Where the loop goes on: (step, tokens, what it remembers, its batches). state: as a full checkpoint has it."""
     past = ladder.Past(config, state, setup.dtype)
     batches = read_ahead(train, state["step"], config.max_steps, past.windows, per_step, config, setup)
     return state["step"], state["tokens"], past, batches

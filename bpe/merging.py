@@ -10,8 +10,8 @@ All distinct words stand behind each other in one array, a place for each byte a
     after low [low .. low]| [low .. low] e   r  |           so that both of its neighbours find it
 
 For each pair there is a list of the places at which it was born, from first to last. A pair is born, with all its
-places, in the merge that makes the later of its two tokens, and afterwards only ever loses some. So nobody has to follow
-its losses:
+places, in the merge that makes the later of its two tokens, and afterwards only ever loses some. So nobody has to
+follow its losses:
 
     heap      holds each pair once, by the count that it had when it was last looked at: never too low
     next      the uppermost pair's places are looked through, and those where it no longer stands are dropped. When

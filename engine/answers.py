@@ -37,15 +37,17 @@ def answer_scores(made, pattern=""):
             **{f"distinct_{n}": mean(distinct(ids, n) for _, _, ids in made) for n in (1, 2, 3)}}
 
 
-MEASURED = {"stop": "answers that end", "format": "in the format", "loops": "end in a loop", "distinct_1": "different tokens",
-            "distinct_2": "different pairs", "distinct_3": "different triples", "text_loss": "loss on text"}
+MEASURED = {"stop": "answers that end", "format": "in the format", "loops": "end in a loop",
+            "distinct_1": "different tokens", "distinct_2": "different pairs", "distinct_3": "different triples",
+            "text_loss": "loss on text"}
 
 
 def side_by_side(**found):
     """The table of several such scores, {heading: them}."""
     shown = lambda value: f"{'-':>10}" if value is None else f"{value:>10.3f}"
-    return "\n".join([f"{'':<24}" + "".join(f"{heading:>10}" for heading in found), *(
-        f"{said:<24}" + "".join(shown(scores.get(name)) for scores in found.values()) for name, said in MEASURED.items())])
+    rows = [f"{said:<24}" + "".join(shown(scores.get(name)) for scores in found.values())
+            for name, said in MEASURED.items()]
+    return "\n".join([f"{'':<24}" + "".join(f"{heading:>10}" for heading in found), *rows])
 
 
 def distinct(ids, n):

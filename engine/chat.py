@@ -252,7 +252,8 @@ def read_prompts(path):
 def rendered_prompts(path, tokenizer, longest):
     """The prompts of a file, each with its "ids", and how many were left out as longer than `longest`: generation would
     cut them, and the answer would be to another question."""
-    prompts = [{**entry, "ids": render(tokenizer, entry["messages"], open_assistant=True)[0]} for entry in read_prompts(path)]
+    prompts = [{**entry, "ids": render(tokenizer, entry["messages"], open_assistant=True)[0]}
+               for entry in read_prompts(path)]
     short = [prompt for prompt in prompts if len(prompt["ids"]) <= longest]
     return short, len(prompts) - len(short)
 

@@ -273,14 +273,14 @@ def _newest_for_all(run_dir, setup):
 
 
 def _none_sound(run_dir):
-    """What to do where no full checkpoint verifies, when there are some. Rank 0 alone asks, and the others wait for it: it
-    reads a whole light checkpoint, and torchrun ends it as soon as another rank has ended."""
+    """What to do where no full checkpoint verifies, when there are some. Rank 0 alone asks, and the others wait for it:
+    it reads a whole light checkpoint, and torchrun ends it as soon as another rank has ended."""
     if not (broken := steps_of(run_dir, "full")):
         return []
     light = newest(run_dir, "light", verify, say=False)
-    return [f"no full checkpoint in {run_dir} is sound (steps {', '.join(map(str, broken))}), so the run can not go on. Put "
-            f"a sound copy back; or remove {run_dir} and begin anew" + f"; or, in another --out_dir, take the weights of "
-            f"{light} as --init_from" * bool(light)]
+    return [f"no full checkpoint in {run_dir} is sound (steps {', '.join(map(str, broken))}), so the run can not go "
+            f"on. Put a sound copy back; or remove {run_dir} and begin anew" + f"; or, in another --out_dir, take the "
+            f"weights of {light} as --init_from" * bool(light)]
 
 
 def _faults_for_all(folder, setup):

@@ -165,7 +165,8 @@ def _layer(block, config, dtype):
     attention, mlp = block.self_attn, block.mlp
     qkv = attention.q_proj, attention.k_proj, attention.v_proj
     matrix = lambda *linears: together(*linears).to(dtype)
-    adapter = lambda linear: (linear.adapter_down.to(dtype), linear.adapter_up.to(dtype)) if config.adapter_size else None
+    adapter = lambda linear: None if not config.adapter_size else (
+        linear.adapter_down.to(dtype), linear.adapter_up.to(dtype))
     norm = lambda *modules: _gain(config.norm_eps, *modules)
     bias = torch.cat([linear.bias for linear in qkv])[:, None].to(dtype) if config.qkv_bias else None
     qk_norm = [attention.q_norm] * config.n_head + [attention.k_norm] * config.n_kv_head if config.qk_norm else []

@@ -148,7 +148,8 @@ def run_counted(config, shape, setup, step):
     rest = components(now, weights, 0)
     # Each logged step keeps a copy of the weights beside the states (Gauges.before_step).
     moments["optimizer"] = {**rest, "activations": 0, "gathers": weights}
-    return {**{name: rest[name] for name in STATES}, "gradients": max(rest["gradients"], held, second.get("gradient", 0))}, moments
+    gradients = max(rest["gradients"], held, second.get("gradient", 0))
+    return {**{name: rest[name] for name in STATES}, "gradients": gradients}, moments
 
 
 def mark_moments(model, tracker, rests):

@@ -102,18 +102,19 @@ class Entries(dict):
 
 
 def fits(value, like):
-    """Whether `value` is like `like`: an object that has at least its keys, with values that fit; a list of members that
-    fit its one; or of this type."""
+    """Whether `value` is like `like`: an object that has at least its keys, with values that fit; a list of members
+    that fit its one; or of this type."""
     if isinstance(like, dict):
-        return isinstance(value, dict) and all(name in value and fits(value[name], inner) for name, inner in like.items())
+        return isinstance(value, dict) and all(
+            name in value and fits(value[name], inner) for name, inner in like.items())
     if isinstance(like, list):
         return isinstance(value, list) and all(fits(member, like[0]) for member in value)
     return isinstance(value, like)
 
 
 def read_json(path, missing=None, like={}):
-    """The dict in `path`; refuses a file that is damaged, does not fit `like` or was written by a newer version than this
-    one, and also one that is not there, unless `missing` says what to take for it."""
+    """The dict in `path`; refuses a file that is damaged, does not fit `like` or was written by a newer version than
+    this one, and also one that is not there, unless `missing` says what to take for it."""
     if missing is not None and not Path(path).exists():
         return missing
     def entries(content):

@@ -74,7 +74,8 @@ CAUSES = {"adapter_down": (("adapter_size",), ("n_embd",)), "adapter_up": (("n_e
           "down_proj": (("n_embd",), ("n_inner",)), "q_norm": (("head_dim",),), "k_norm": (("head_dim",),),
           "norm": (("n_embd",),), "score": ((), ("n_embd",))}
 # And which decides whether it is there at all.
-PRESENCE = {"adapter_": "adapter_size", "q_norm": "qk_norm", "k_norm": "qk_norm", "bias": "qkv_bias", "lm_head": "tie_embeddings"}
+PRESENCE = {"adapter_": "adapter_size", "q_norm": "qk_norm", "k_norm": "qk_norm", "bias": "qkv_bias",
+            "lm_head": "tie_embeddings"}
 
 
 def load_model(path, kind="lm", dtype=torch.float32):
@@ -368,8 +369,8 @@ def load_weights(model, folder, put=torch.Tensor.copy_, new=()):
     """Fills the model from a folder's safetensors, in bf16, fp16 or fp32. Every tensor must be there with its shape;
     all that are wrong are listed at once, with the keys that decide them. Never leaves a weight as it was drawn,
     but for a scalar head or heads for later tokens that the folder does not have.
-    put(parameter, whole): keeps a part of it, where parameters are parts. new: ends of the names of those that are to be
-    learned yet, which a folder need not have. Says so when a number is not finite."""
+    put(parameter, whole): keeps a part of it, where parameters are parts. new: ends of the names of those that are
+    to be learned yet, which a folder need not have. Says so when a number is not finite."""
     folder = Path(folder)
     index, heads = folder / "model.safetensors.index.json", folder / "heads.safetensors"
     try:

@@ -81,8 +81,8 @@ def rung(loss, norm, wrong, in_a_row, config):
 
 
 class Past:
-    """What a loop remembers of the steps behind it, the same on every rank: the norms of the last ones, how many in a row
-    were skipped, the roll-backs, and fp16's loss scale. `facts` goes into full checkpoints, and `state` is from one."""
+    """What a loop remembers of the steps behind it, the same on every rank: the norms of the last ones, how many in a
+    row were skipped, the roll-backs, and fp16's loss scale. `facts` go into full checkpoints, `state` is from one."""
 
     def __init__(self, config, state, dtype=torch.float32):
         self.config = config
@@ -91,7 +91,7 @@ class Past:
         self.loss_scale = LossScale(dtype, state.get("loss_scale"))
 
     def judge(self, loss, norm, warm):
-        """Takes note of a step; -> (what is wrong with it, '' when nothing is; what is to be done about that, see `rung`)."""
+        """Takes note of a step; -> (what is wrong with it, '' when nothing is; what is to be done then, see `rung`)."""
         scale = self.loss_scale.value
         if self.loss_scale.overflowed(loss, norm):          # of fp16, and no fault of the step's: it does not count
             return f"a gradient overflows at a loss scale of {scale:g}, halved", "skip"

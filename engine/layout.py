@@ -34,8 +34,8 @@ def join(setup, layout):
 
 
 def build(make, setup, seed, compiled=False, dynamic=None, fill=None):
-    """The model that make() gives, laid out over the ranks and filled from the seed, or by fill(model): the same bits for
-    every layout. No rank ever holds more of it than its part and one whole parameter. dynamic: see compile_blocks."""
+    """The model that make() gives, laid out over the ranks and filled from the seed, or by fill(model): the same bits
+    for every layout. No rank ever holds more of it than its part and one whole parameter. dynamic: compile_blocks's."""
     fill = fill or (lambda model: model.init_weights(seed, put))
     if setup.layout.plain:
         model = make()

@@ -70,7 +70,7 @@ def model_losses(model, ids, targets, chunk=0, z_loss=0.0, weights=None, **more)
 def logprobs(model, ids, mask=None, temperature=1.0, with_entropy=False, keep=None):
     """log p(ids[t+1] | ids[..t]) for every position but the last, fp32.
 
-    ids (B, T) int64; mask (B, T) bool, True where a token is real (padding may be left or right; None: on the right only);
+    ids (B, T) int64; mask (B, T) bool, True where a token is real (padding may be left or right; None: right only);
     temperature: that of sampling, since a policy that samples at 0.7 and is scored at 1 is two policies.
     keep (B, T-1) bool: only at these N positions.
     -> (B, T-1) or (N,); with_entropy: also the entropy of each of those distributions, in nats."""

@@ -97,8 +97,8 @@ class Layout:
 
 
 def share(config, world, tp=1, pp=1):
-    """The Layout of so many ranks that the keys parallel, zero, hsdp and cpu_offload ask for, and a sentence for each thing
-    that does not fit. A pure function: no process group is needed."""
+    """The Layout of so many ranks that the keys parallel, zero, hsdp and cpu_offload ask for, and a sentence for each
+    thing that does not fit. A pure function: no process group is needed."""
     found = config.below_one("hsdp")
     if config.parallel not in ("ddp", "fsdp"):
         found.append(f"parallel must be 'ddp' or 'fsdp', found '{config.parallel}'")
@@ -134,7 +134,8 @@ def divide(config, shape, world):
         "matrix_learning_rate (Muon) does not go with tp: it needs whole matrices": tp > 1 and config.matrix_learning_rate,
         "watch_nan looks into whole modules: it goes with neither tp nor pp": config.watch_nan and max(tp, pp) > 1,
         "watch_stats does not go with pp: a stage sees its own layers only": config.watch_stats and pp > 1,
-        "tp does not go with adapters (adapter_size), which need a sublayer's whole output": tp > 1 and shape.adapter_size,
+        "tp does not go with adapters (adapter_size), which need a sublayer's whole output":
+            tp > 1 and shape.adapter_size,
     }.items() if wrong]
     if found or config.below_one("block_size", "micro_batch_size", "batch_tokens"):
         return Layout(), found

@@ -66,8 +66,8 @@ def begun_otherwise(folder, config, prints, made_from):
     foreign = [sentence for full in fulls for sentence in (
         differences(full) if (full / "config.json").exists() else [f"{full} does not say which run it is of"])]
     if foreign:
-        advice = ("What is another run's, move away: train.py continues from it with --resume_from, in a new --out_dir. "
-                  + advice)
+        advice = ("What is another run's, move away: train.py continues from it with --resume_from, in a new "
+                  "--out_dir. " + advice)
     elif not known and (folder / "result.json").exists() and not fulls:
         foreign = [f"{folder} holds a finished run, and nothing there says which: its config.json is missing"]
     elif not known and fulls and not foreign:

@@ -47,8 +47,8 @@ def log_sample(file, attempt, done, plan, blocks, setup):
 
 
 def read_samples(path):
-    """{step: line} of one rank: of each step the last line, and none that a later line went back behind. What is no such
-    line is left out: half of one, where a run was killed, or a damaged one."""
+    """{step: line} of one rank: of each step the last line, and none that a later line went back behind. What is no
+    such line is left out: half of one, where a run was killed, or a damaged one."""
     lines = {}
     with contextlib.suppress(OSError), open(path, "rb") as file:
         for text in file:
@@ -64,8 +64,8 @@ def read_samples(path):
 
 def order_problems(folder):
     """Proves from the sample logs that a run of train.py, in this folder or out_dir, took exactly the planned blocks in
-    every step up to its newest full checkpoint, and says so; -> else a sentence about the first wrong step. Refuses where
-    there is nothing to prove.
+    every step up to its newest full checkpoint, and says so; -> else a sentence about the first wrong step. Refuses
+    where there is nothing to prove.
 
     The plan is computed anew from config.json, the token shards, and the windows that the checkpoint says were skipped.
     Of a step that was done more than once the last time counts, by however many processes: that is what the weights have
@@ -85,7 +85,7 @@ def order_problems(folder):
     numbers = [config[name] for name in ("block_size", "batch_tokens", "seed")]
     if {*map(type, numbers)} != {int} or not 0 < numbers[0] <= numbers[1] or not (
             isinstance(config["data_dir"], str) and isinstance(config["data_mix"], dict | None)):
-        refuse(f"{run}/config.json is damaged: block_size, batch_tokens, seed, data_dir or data_mix is none that trains")
+        refuse(f"{run}/config.json is damaged: block_size, batch_tokens, seed, data_dir or data_mix can not train")
     data = open_mixture(config["data_dir"], config["data_mix"], "train", config["block_size"])
     if data.data_hash[:16] != (was := str(read_json(run / "inputs.json")["data"])[:16]):
         return [f"the token shards that {run} was made from are gone: their hash was {was}, now it is {data.data_hash[:16]}"]

@@ -139,7 +139,7 @@ READ_AT_START = 2**28       # bytes of a split up to which its files are compare
 
 
 def changed_files(folder, files):
-    """Sentences about those of these files, entries of an index, that are not as they were written. Reads every byte."""
+    """Sentences about those of these files, entries of an index, that are not as they were. Reads every byte."""
     paths = [Path(folder) / file["name"] for file in files]
     return [f"{path} " + ("has other content than index.json says" if path.is_file() else "is missing")
             for path, file in zip(paths, files) if not intact(folder, {path.name: file["sha256"]})]
@@ -208,9 +208,9 @@ class TokenData:
             if problems := changed_files(self.folder, listed):
                 self.refuse("; ".join(problems))
         elif newer and os.environ.get("RANK", "0") == "0":
-            print(f"note: {newer[0]} and {len(newer) - 1} more files in {self.folder} are newer than index.json: changed or "
-                  f"copied since. python doctor.py --verify={self.folder} compares them with it; touch index.json ends "
-                  "this note", flush=True)
+            print(f"note: {newer[0]} and {len(newer) - 1} more files in {self.folder} are newer than index.json: "
+                  f"changed or copied since. python doctor.py --verify={self.folder} compares them; touch index.json "
+                  "ends this note", flush=True)
 
     def refuse(self, problem):
         refuse(f"{self.folder}: {problem}. Make the shards anew with\n    {self.rebuild}")

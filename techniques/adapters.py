@@ -46,8 +46,8 @@ def draw(model, seed, put=torch.Tensor.copy_):
 
 
 def save(folder, model, base, tokenizer=None, write=True, settings=None):
-    """Writes the PARTS alone, some megabytes. base: the folder or name of the model that they belong to; tokenizer: to be
-    put beside them; settings: LoRA's. Where ranks hold slices all of them must call it; those with write do."""
+    """Writes the PARTS alone, some megabytes. base: the folder or name of the model that they belong to; tokenizer: to
+    be put beside them; settings: LoRA's. Where ranks hold slices all of them must call it; those with write do."""
     whole = lambda p: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
     tensors = {f"{PREFIX}{name}.weight": whole(parameter).cpu().contiguous()
                for name, parameter in model.named_parameters() if name.endswith(PARTS)}
@@ -57,7 +57,7 @@ def save(folder, model, base, tokenizer=None, write=True, settings=None):
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer:
         tokenizer.save(folder)
-    shape = {key: getattr(model.config, key) for key in ("block_size", "rope_scaling")}     # which sft.py may have changed
+    shape = {key: getattr(model.config, key) for key in ("block_size", "rope_scaling")}     # sft.py may have changed
     save_file(tensors, folder / f"{WEIGHTS}.tmp",
               metadata={"format": "pt", "format_version": "1", "shape": json.dumps(shape)})
     (folder / f"{WEIGHTS}.tmp").replace(folder / WEIGHTS)

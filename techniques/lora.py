@@ -130,14 +130,15 @@ def save(folder, model, base, tokenizer=None, write=True):
 
 
 def load(folder, model):
-    """Gives the model what was saved alone, LoRA by `save` or PEFT, or adapters, for which it must have the places; -> the
-    model. All that does not fit is told."""
+    """Gives the model what was saved alone, LoRA by `save` or PEFT, or adapters, for which it must have the places; ->
+    the model. All that does not fit is told."""
     found, tensors = adapters.read(folder)
     if found.get("peft_type") != "BOTTLENECK":
         strange = [key for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save",
                                    "layers_to_transform", "fan_in_fan_out") if found.get(key)]
         rank, alpha, targets = found["r"], found["lora_alpha"], tuple(found["target_modules"])
-        refuse(*(f"{folder}/{adapters.SETTINGS} asks for {key} = {found[key]!r}, which is not done here" for key in strange),
+        refuse(*(f"{folder}/{adapters.SETTINGS} asks for {key} = {found[key]!r}, which is not done here"
+                 for key in strange),
                *problems(rank, alpha, 0.0, targets))
         add(model, rank, alpha, found.get("lora_dropout", 0.0), targets)
     adapters.fill(folder, model, tensors)

@@ -159,7 +159,8 @@ def test_an_adapter_that_does_not_fit(tmp_path, capsys):
     for odd in (dict(r="4"), dict(lora_alpha=None), dict(target_modules=None), dict(target_modules="all-linear"),
                 dict(peft_type="BOTTLENECK", adapter_size="4")):
         (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({**settings, **odd}))
-        assert f"does not say {'adapter_size' if len(odd) == 2 else 'r, lora_alpha'}" in refused(tmp_path / "a", small_llama())
+        said = refused(tmp_path / "a", small_llama())
+        assert f"does not say {'adapter_size' if len(odd) == 2 else 'r, lora_alpha'}" in said
 
 
 def test_tuning_with_it(base):
