@@ -301,6 +301,10 @@ def main(config):
     if output.exists() and (before := read_json(output)).get("made_from") == made_from:
         setup.say(f"{output}: already done; to measure anew, remove it")
         return print_report(before)
+    kept = output.with_suffix(".before.json")
+    if output.exists() and (others := before.get("models", {}).keys() - folders.keys()):
+        output.replace(kept)
+        setup.say(f"note: what was measured of {', '.join(sorted(others))} is in {kept} from now on")
     probes = chat.read_lines(probes_file, wrong_probe)
     questions, prompts, bars = [], [], {}
     if (chat_data / "index.json").exists():

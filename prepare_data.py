@@ -46,7 +46,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import configure, refuse
-from engine.files import intact, lock_folder, printable, publish, read_json, sha256_file, write_atomic, write_json
+from engine.files import fits, intact, lock_folder, printable, publish, read_json, sha256_file, write_atomic, write_json
 from engine.shards import ShardWriter, read_documents, read_jsonl_zst, write_index
 from engine.tokenizer import Tokenizer, find_tokenizer
 from prepare import look
@@ -473,6 +473,18 @@ def main(config):
             held.close()
 
 
+def say_changes(before, settings, inputs):
+    """Documents that were made otherwise are about to be replaced: says by what they differ. before: their audit."""
+    old, new = before.get("settings", {}), json.loads(json.dumps(settings))
+    for name in old.keys() & new.keys():
+        if old[name] != new[name]:
+            print(f"documents: made before with {name} = {old[name]!r}, now {new[name]!r}")
+    files = {entry["file"] for entry in before.get("inputs", ())}
+    for what, names in (("no longer read", files - {*inputs}), ("new", {*inputs} - files)):
+        if files and names:
+            print(f"documents: {len(names)} input files {what}, {sorted(names)[0]} first")
+
+
 def prepare(config, root, paths, ranks):
     # 1. The embedded corpus becomes an input file like any other.
     if config.corpus == "pydoc":
@@ -510,6 +522,7 @@ def prepare(config, root, paths, ranks):
         for path in (audit_file, index_file):        # nothing vouches for what is there from now on
             path.unlink(missing_ok=True)
         settings = settings_of(config)
+        say_changes(audit, settings, [shown_name(path) for path in paths])
         names = [name for name, _ in steps_of(settings)]
         counts = empty_audit([*names, *LATER[not config.perplexity_text:]], settings)
         for _, part in done:
@@ -547,6 +560,12 @@ def prepare(config, root, paths, ranks):
         print("tokens: done before and unchanged")
     else:
         index = write_tokens(config, tokenizer, tokens_key, audit)
+        told = read_json(root / "tokenizer" / "report.json", {})
+        read = told["made_from"]["files"] if fits(told, {"made_from": {"files": [list]}}) else ()
+        read = [checksum for name, checksum in read if name.startswith("train_")]           # and not files of the user's
+        if read and read != [entry["sha256"] for entry in audit["documents"] if entry["split"] == "train"]:
+            print("note: this tokenizer was learned from other documents. To learn it from these, and then encode anew:\n"
+                  f"  {config.command('train_tokenizer.py')} && {config.command('prepare_data.py')}")
     remove_others(root / "tokens", "*.bin*", token_files(index))
 
 

@@ -388,8 +388,7 @@ def evaluate(policy, reference, value, reward, prompts, tokenizer, config, setup
 
 
 def verdict(before, after, config):
-    """Whether the result is what was promised. gold, where there is one, must rise by a standard deviation of the
-    starting model's answers."""
+    """Whether the result is within the bounds. gold, if there is one, must rise by a deviation of the start's answers."""
     rise = (after["gold"] - before["gold"]) / max(before["gold_deviation"], 1e-9)
     bounds = {name: {"found": found, "at_least": bound, "held": found >= bound} for name, found, bound in (
         ("gold_rise", rise, 1.0), ("stop_rate", after["stop_rate"], config.bound_stop_rate)) if not math.isnan(found)}
@@ -401,12 +400,13 @@ def verdict(before, after, config):
 def show(result, folder, verdicts):
     """The result, for people."""
     print(f"{'held-out prompts':18}{'before':>10}{'after':>10}")
-    for name in ("gold", "gold_deviation", "score", "kl", "stop_rate", "length"):
+    gold = ("gold", "gold_deviation") * (not math.isnan(result["after"]["gold"]))      # the demonstration's alone
+    for name in (*gold, "score", "kl", "stop_rate", "length"):
         print(f"{name:18}{result['before'][name]:10.3f}{result['after'][name]:10.3f}")
     for name, bound in result["bounds"].items():
         promise = f"at least {bound['at_least']}" if "at_least" in bound else f"at most {bound['at_most']}"
         word = "too short a run to judge" if not verdicts else "held    " if bound["held"] else "NOT HELD"
-        print(f"{word}  {name} {bound['found']:.2f}, promised {promise}")
+        print(f"{word}  {name} {bound['found']:.2f}, bound {promise}")
     for text in (*(f"    {example}" for example in result["after"]["examples"]), f"policy in {folder}"):
         print(printable(text), flush=True)
 
@@ -483,8 +483,8 @@ def ppo(config, setup, alive):
     (prompts, long), (held_out, _) = (chat.rendered_prompts(file, tokenizer, longest) for file in files)
     held_out = held_out[:config.eval_prompts]
     if not prompts or len(held_out) < setup.world:
-        refuse_once(setup, f"{data}: no prompts of at most {longest} tokens (block_size less max_new_tokens) in "
-                    "prompts_train.jsonl or prompts_val.jsonl, or fewer than processes")
+        refuse_once(setup, f"{data}/prompts_*.jsonl: none of at most {longest} tokens (a context of {policy.config.block_size} "
+                    f"less max_new_tokens = {config.max_new_tokens}), or fewer than processes")
     size = policy.n_params()
     run, lock = open_run(config, "ppo", setup, size, size * (3 if config.group else 6), **folders, prompts=files[0])
     if lock is None:
@@ -576,7 +576,8 @@ def ppo(config, setup, alive):
         monitor.advance()
         done, leaving = update + 1, alive.leaving()
         if done % config.log_every == 0 or done == config.updates:
-            line = "score {score:+.2f}  gold {gold:+.2f}  kl {kl:.2f}  stops {stop_rate:.0%}  length {length:.1f}"
+            gold = "" if math.isnan(numbers["gold"]) else "gold {gold:+.2f}  "
+            line = "score {score:+.2f}  " + gold + "kl {kl:.2f}  stops {stop_rate:.0%}  length {length:.1f}"
             monitor.log(done, line.format(**numbers), **numbers)
         if done < config.updates:
             end_step(run, done, config.updates, config, modules, moments, tokenizer,

@@ -162,6 +162,8 @@ def conversation(speaker):
 
 def save(path, messages):
     """Appends a conversation to a file of conversations, as engine/chat.py reads them. -> what to say about it"""
+    if not any(message["role"] == "assistant" for message in messages):
+        return "not saved: there is no answer yet"
     wrong = wrong_messages({"messages": messages}, "messages", last="assistant")
     if not path or wrong:
         return "; ".join(["not saved", *wrong] if path else ["/save needs the name of a file"])

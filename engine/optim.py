@@ -76,8 +76,8 @@ def optimiser_problems(config):
 
 
 def warmup_length(max_steps, asked=None):
-    """min(2000, 0.4 % of the run) as is common, but not below 10 steps or a tenth of a short run: 0.4 % of 1000 steps
-    would be 4, and Adam's second moment (beta2 = 0.95) is noise for about 20."""
+    """min(2000, 0.4 % of the run) as is common, but not below a tenth of a run of up to 1000 steps or 100 steps: 0.4 % of
+    1000 would be 4, and Adam's second moment (beta2 = 0.95) is noise for about 20. None in a run of fewer than 10."""
     if asked is not None:
         return asked
     return max(min(2000, int(0.004 * max_steps)), min(100, max_steps // 10))

@@ -263,7 +263,8 @@ def read_files(config, tokenizer, context, setup, names, dimensions=None):
     if len(train) < config.batch_size:
         why = f", the first since {left_out[0]}" if left_out else ""
         problems.append(f"{path} has {len(train)} usable pairs or rankings, fewer than batch_size = {config.batch_size} "
-                        f"(max_rankings = {config.max_rankings}; {len(left_out)} are left out{why})")
+                        f"(max_rankings = {config.max_rankings}; {len(left_out)} are left out{why}): "
+                        "a smaller --batch_size")
     if config.batch_size % setup.world:
         problems.append(f"batch_size = {config.batch_size} can not be shared by {setup.world} processes")
     return path, train, left_out, others, problems

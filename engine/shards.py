@@ -208,7 +208,7 @@ class TokenData:
             if problems := changed_files(self.folder, listed):
                 self.refuse("; ".join(problems))
         elif newer and os.environ.get("RANK", "0") == "0":
-            print(f"note: {newer[0]} and {len(newer) - 1} more files in {self.folder} are newer than index.json: "
+            print(f"note: {len(newer)} files in {self.folder}, {newer[0]} first, are newer than index.json: "
                   f"changed or copied since. python doctor.py --verify={self.folder} compares them; touch index.json "
                   "ends this note", flush=True)
 

@@ -133,7 +133,7 @@ def main(arguments):
                 timing.write(json.dumps(line) + "\n")
         if status:
             again = shlex.join(["bash", "runs/demo.sh", *sys.argv[1:]])
-            reason = "was interrupted" if status < 0 or status in (130, 143) else f"ended with exit status {status}"
+            reason = "was interrupted" if status < 0 or status in (75, 130, 143) else f"ended with exit status {status}"
             print(f"\n{script} {reason}. What is done stays done; to continue:  {again}", file=sys.stderr)
             raise SystemExit(128 - status if status < 0 else status)
     if not done:

@@ -248,6 +248,10 @@ def test_what_was_measured_is_not_measured_again_unless_something_has_changed(ru
     probes = run.folder / "probes.jsonl"
     probes.write_text('{"prompt": "one", "expected": " two"}\n')
     assert run(f"--probes={probes}")["models"]["sft"]["probes"]["n"] == 1
+    capsys.readouterr()
+    assert list(run("--models=pretrain", "--compare_xz=False")["models"]) == ["pretrain"]
+    kept = run.folder / "out" / "evaluate.before.json"                      # the other's numbers are not lost
+    assert "sft" in json.loads(kept.read_text())["models"] and f"sft is in {kept}" in capsys.readouterr().out
 
 
 def test_an_absolute_folder_without_a_model_is_refused_and_not_left_out(run, capsys):

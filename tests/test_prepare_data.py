@@ -329,6 +329,23 @@ def test_another_tokenizer_makes_other_shards(tmp_path, inputs, byte_tokenizer, 
     assert "tokens: done before and unchanged" in capsys.readouterr().out
 
 
+def test_what_is_replaced_and_by_what_it_differs_is_said(tmp_path, inputs, byte_tokenizer, capsys):
+    tokenizer = byte_tokenizer(tmp_path / "d")
+    run(tmp_path / "d", inputs)
+    assert "made before" not in (said := capsys.readouterr().out) and "other documents" not in said
+    audit = json.loads((tmp_path / "d" / "audit.json").read_text())
+    files = [[Path(entry["file"]).name, entry["sha256"]] for entry in audit["documents"] if entry["split"] == "train"]
+    report = tmp_path / "d" / "tokenizer" / "report.json"
+    report.write_text(json.dumps({"made_from": {"files": files}, "hash": tokenizer.hash}))
+    run(tmp_path / "d", inputs)
+    assert "other documents" not in capsys.readouterr().out
+    (inputs / "c.txt").unlink()
+    run(tmp_path / "d", inputs, "--min_chars=210")
+    said = capsys.readouterr().out
+    assert "documents: made before with min_chars = 200, now 210\n" in said and "1 input files no longer read, " in said
+    assert "this tokenizer was learned from other documents" in said and "train_tokenizer.py" in said
+
+
 def test_stale_and_damaged_shard_files_do_not_survive(tmp_path, inputs, byte_tokenizer):
     byte_tokenizer(tmp_path / "d")
     run(tmp_path / "d", inputs, "--shard_tokens=100")

@@ -510,7 +510,7 @@ def test_another_starting_model_does_not_continue_the_run(world, words, tmp_path
     (["--eval_prompts=0"], ["eval_prompts = 0"]),
     (["--kl_horizon=0", "--lam=7", "--value_learning_rate=-1"], ["kl_horizon must", "lam must", "value_learning_rate must"]),
     (["--data_dir=/nowhere"], ["prompts_train.jsonl", "prompts_val.jsonl", "prepare_chat.py"]),
-    (["--max_new_tokens=125"], ["no prompts of at most 3 tokens"])])
+    (["--max_new_tokens=125"], ["none of at most 3 tokens"])])
 def test_refusals(world, tmp_path, capsys, options, said):
     with pytest.raises(SystemExit) as refused:
         rlhf.main(config_of(world, tmp_path, *options))

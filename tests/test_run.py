@@ -50,8 +50,8 @@ def test_other_settings_and_other_inputs_are_refused_together(tmp_path, data, ca
     before = {path.name: path.read_text() for path in folder.glob("*.json")}
     data.write_text("two")
     said = refused(capsys, open_run, config_of(tmp_path, "--seed=2"), "stage", ALONE, data=data)
-    assert f"also --init_from={folder}." in said
-    assert "begun with seed = 1, now it is 2" in said and f"begun with data ({data}), content = " in said
+    assert f"in the same shape, with --init_from={folder}." in said
+    assert "begun with seed = 1, now it is 2" in said and f"begun with data ({data}) of other content" in said
     assert {path.name: path.read_text() for path in folder.glob("*.json")} == before
 
 
@@ -83,7 +83,7 @@ def test_a_full_checkpoint_of_another_run_is_refused(tmp_path, data, capsys, own
     if not own_config:
         (folder / "config.json").unlink()
     said = refused(capsys, open_run, config_of(tmp_path), "stage", ALONE, data=data)
-    assert all(f"{foreign} was begun with {what}" in said for what in ("seed = 2, now it is 1", f"data ({data}), content"))
+    assert all(f"{foreign} was begun with {what}" in said for what in ("seed = 2, now it is 1", f"data ({data}) of other content"))
     assert "move away" in said and "Give the old value" in said and "00004" not in said
     (foreign / "config.json").write_text("damaged")
     open_run(config_of(tmp_path), "stage", ALONE, data=data)[1].close()

@@ -136,6 +136,9 @@ def test_a_stage_that_fails_ends_the_chain_and_the_next_call_continues(repo):
     stopped = call(repo)
     assert stopped.returncode == 3 and "sft.py ended with exit status 3" in stopped.stderr
     assert "bash runs/demo.sh" in stopped.stderr and "reward: ran" not in stopped.stdout
+    (repo / "sft.py").write_text((repo / "sft.py").read_text().replace("SystemExit(3)", "SystemExit(75)"))
+    stopped = call(repo)                                # asked to leave, it has saved
+    assert stopped.returncode == 75 and "sft.py was interrupted" in stopped.stderr
     (repo / "fail").unlink()
     assert call(repo).returncode == 0
     assert [line["stage"] for line in recorded(repo)].count("pretrain") == 1

@@ -268,7 +268,7 @@ def test_other_data_does_not_continue_a_run(tmp_path):
     folder = make_data(tmp_path / "data")
     kill_after(folder, tmp_path / "out", 4, "--max_steps=4000", "--save_full=2")
     make_data(tmp_path / "data", seed=5)
-    assert "was begun with data (" in refused(folder, tmp_path / "out", "--max_steps=4000", "--save_full=2")
+    assert "was begun with data of other content" in refused(folder, tmp_path / "out", "--max_steps=4000", "--save_full=2")
 
 
 def test_a_folder_is_for_one_run_at_a_time(data, tmp_path):
