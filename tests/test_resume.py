@@ -144,4 +144,4 @@ def test_what_another_run_has_left_in_the_folder_is_not_continued_from(data, tmp
     train(data, tmp_path / "third", *extra, f"--init_from={start}")
     shutil.rmtree(start)
     shutil.copytree(foreign.parent / "step_00000006", start)
-    assert f"model ({start}), content = " in train(data, tmp_path / "third", *extra, f"--init_from={start}", code=2)
+    assert f"model ({start}) of other content" in train(data, tmp_path / "third", *extra, f"--init_from={start}", code=2)
