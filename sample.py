@@ -35,8 +35,8 @@ from engine import parallel
 from engine.chat import read_lines, render, stop_ids, wrong_messages
 from engine.files import printable
 from engine.generate import generate
-from engine.hf import load_model
 from engine.manifest import steps_of
+from techniques.lora import load_model
 
 out_dir = "out/demo"        # the run whose model speaks
 model = ""                  # a Hugging Face folder, or the folder of one stage, instead

@@ -22,9 +22,8 @@ from configurator import refuse
 from engine.chat import short, stop_ids
 from engine.files import read_json, write_json
 from engine.manifest import newest, verify
-from engine.tokenizer import Tokenizer, find_tokenizer
+from engine.tokenizer import Tokenizer
 from model import ORIGINAL, Llama, ModelConfig, ScalarModel
-from techniques import adapters, lora
 
 SHARD_BYTES = 5 * 10**9
 
@@ -64,6 +63,8 @@ SCALINGS = {
 # Matrices that Phi-3 stores as one, row under row.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
+ADAPTER = ("adapter_down", "adapter_up")        # ends of the names of what a model without adapters has not
+
 # Which of our keys decide each dimension of which tensor: a wrong shape is reported with the keys that are to blame.
 CAUSES = {"adapter_down": (("adapter_size",), ("n_embd",)), "adapter_up": (("n_embd",), ("adapter_size",)),
           "qkv_proj": (("n_head", "n_kv_head", "head_dim"), ("n_embd",)), "gate_up_proj": (("n_inner",), ("n_embd",)),
@@ -79,17 +80,9 @@ PRESENCE = {"adapter_": "adapter_size", "q_norm": "qk_norm", "k_norm": "qk_norm"
 
 
 def load_model(path, kind="lm", dtype=torch.float32):
-    """A model and its tokenizer from a Hugging Face folder, or the newest sound light checkpoint of a run's folder, or
-    what LoRA or adapters have made of the model that their folder names.
+    """A model and its tokenizer from a Hugging Face folder, or the newest sound light checkpoint of a run's folder.
     Refuses a folder without weights, weights of another shape (all of them listed), pickled weights."""
-    if not (Path(path) / adapters.SETTINGS).exists():
-        model, tokenizer = read_model(find_folder(path), kind)
-        return model.to(dtype), tokenizer
-    base, changed = adapters.base_of(path)
-    model, tokenizer = read_model(find_folder(base), kind, **changed)
-    lora.absorb(lora.load(path, model))
-    if find_tokenizer(path):                                               # which knows the form of the conversations
-        tokenizer = Tokenizer.load(path)
+    model, tokenizer = read_model(find_folder(path), kind)
     return model.to(dtype), tokenizer
 
 
@@ -102,7 +95,7 @@ def read_model(folder, kind="lm", dimensions=None, **settings):
     if dimensions is None:
         dimensions = read_json(Path(folder) / "config.json").get("dimensions")
     model = Llama(config) if kind == "lm" else ScalarModel(config, dimensions)
-    load_weights(model, folder, new=adapters.PARTS if settings.get("adapter_size") else ())
+    load_weights(model, folder, new=ADAPTER if settings.get("adapter_size") else ())
     tokenizer = Tokenizer.load(folder)
     if kind == "lm":
         model.n_tokens = tokenizer.vocab_size        # the rows behind those only pad the vocabulary

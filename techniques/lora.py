@@ -14,12 +14,15 @@ Whoever saves, generates or scores sees an ordinary model, inside `merged`: W + 
 way out W comes back from a copy. Subtracting instead would leave other bits behind each time.
 """
 import contextlib
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from configurator import refuse
+from engine import hf
+from engine.tokenizer import Tokenizer, find_tokenizer
 from techniques import adapters
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -143,3 +146,15 @@ def load(folder, model):
         add(model, rank, alpha, found.get("lora_dropout", 0.0), targets)
     adapters.fill(folder, model, tensors)
     return model
+
+
+def load_model(path, dtype=torch.float32):
+    """hf.load_model, and of a folder with LoRA or adapters alone what they have made of the model that it names."""
+    if not (Path(path) / adapters.SETTINGS).exists():
+        return hf.load_model(path, dtype=dtype)
+    base, changed = adapters.base_of(path)
+    model, tokenizer = hf.read_model(hf.find_folder(base), **changed)
+    absorb(load(path, model))
+    if find_tokenizer(path):                                               # which knows the form of the conversations
+        tokenizer = Tokenizer.load(path)
+    return model.to(dtype), tokenizer

@@ -95,13 +95,13 @@ def test_generation_has_them(compiled):
 def test_a_models_folder_has_them(tmp_path, capsys):
     model = with_adapters()
     hf.save_model(tmp_path, model, byte_tokenizer())
-    again, _ = hf.load_model(tmp_path)
+    again, _ = lora.load_model(tmp_path)
     assert torch.equal(again(IDS), model(IDS)) and again.config.adapter_size == 4
     settings = json.loads((tmp_path / "config.json").read_text())
     for size, said in ((8, "adapter_size"), (0, "adapter_size"), (-1, "adapter_size must be from 0")):
         (tmp_path / "config.json").write_text(json.dumps({**settings, "adapter_size": size}))
         with pytest.raises(SystemExit):
-            hf.load_model(tmp_path)
+            lora.load_model(tmp_path)
         assert said in capsys.readouterr().err
 
 
@@ -129,7 +129,7 @@ def test_a_longer_context_is_saved_with_it(tmp_path, few):
     else:
         model = with_adapters(**longer)
     few.save(tmp_path / "alone", model, tmp_path / "base")
-    found, _ = hf.load_model(tmp_path / "alone")
+    found, _ = lora.load_model(tmp_path / "alone")
     assert (found.config.block_size, found.config.rope_scaling) == (128, longer["rope_scaling"])
     assert torch.allclose(found(IDS), model(IDS), atol=1e-5) and not torch.allclose(found(IDS), base(IDS), atol=1e-5)
 
@@ -154,7 +154,7 @@ def test_tuning_and_talking_to_it(base, capsys, how):      # noqa: F811
     if SIZED[1] in how:
         assert all(torch.equal(saved[name], start[name]) for name in start) and len(saved) == len(start) + 8
         assert all(saved[name].any() for name in saved)
-    one, two = hf.load_model(run), hf.load_model(run / "adapter")
+    one, two = lora.load_model(run), lora.load_model(run / "adapter")
     with torch.no_grad():
         assert torch.equal(one[0](IDS), two[0](IDS)) and not torch.equal(one[0](IDS), small_llama()(IDS))
     assert one[1].hash == two[1].hash
@@ -204,5 +204,5 @@ def test_bad_settings(base, capsys):      # noqa: F811
     (base / "none").mkdir()
     (base / "none" / adapters.SETTINGS).write_text('{"peft_type": "BOTTLENECK"}')
     with pytest.raises(SystemExit):
-        hf.load_model(base / "none")
+        lora.load_model(base / "none")
     assert "neither LoRA nor adapters" in capsys.readouterr().err
