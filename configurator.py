@@ -348,12 +348,6 @@ def git_commit():
         return None     # no git on this machine, or no commit yet: a run needs neither
 
 
-def read_saved(path):
-    """The dict that Config.save wrote to `path`; refuses what has another form."""
-    from engine.files import read_json
-    return read_json(path, like={"script": str, "config": dict, "versions": dict, "environment": dict})
-
-
 def changed_keys(old, config):
     """[(key, old value, new value)] of what forbids to resume the run whose config.json is `old`."""
     pairs = [(name, old["config"].get(name, config.default(name)), value) for name, value in config.items()]

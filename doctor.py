@@ -15,9 +15,9 @@ import re
 import sys
 from pathlib import Path
 
-from configurator import RESULT_FREE, configure, read_saved, refuse
+from configurator import RESULT_FREE, configure, refuse
 from engine.alarms import Alarms
-from engine.files import in_use, read_json
+from engine.files import in_use, read_json, read_saved
 from engine.manifest import PREFIX, verify as faults_of
 from engine.monitor import read_log
 from engine.samples import order_problems

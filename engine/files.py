@@ -137,6 +137,11 @@ def read_json(path, missing=None, like={}):
     return obj
 
 
+def read_saved(path):
+    """The dict that Config.save wrote to `path`; refuses what has another form."""
+    return read_json(path, like={"script": str, "config": dict, "versions": dict, "environment": dict})
+
+
 def sha256_file(path):
     """Hex digest of a file's content, read in pieces so that its size does not matter."""
     with open(path, "rb") as file:

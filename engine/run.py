@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from configurator import changed_keys, read_saved, refuse
+from configurator import changed_keys, refuse
 from engine import checkpoint, parallel
 from engine.alive import TRY_AGAIN
 from engine.checkpoint import on_main
-from engine.files import lock_folder, read_json, sha256_file, write_atomic, write_json
+from engine.files import lock_folder, read_json, read_saved, sha256_file, write_atomic, write_json
 from engine.layout import local
 from engine.manifest import folder_of, steps_of, verify
 from engine.parallel import refuse_once

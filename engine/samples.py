@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import read_saved, refuse
-from engine.files import FORMAT_VERSION, fits, open_to_append, read_json
+from configurator import refuse
+from engine.files import FORMAT_VERSION, fits, open_to_append, read_json, read_saved
 from engine.loader import open_mixture, plan_step
 from engine.manifest import folder_of, steps_of, verify
 
