@@ -54,7 +54,7 @@ from prepare.audit import add, empty_audit, finished, host_of, judge, waterfall
 from prepare.clean import CLEANED, HARMLESS, DocumentFile, read_array, row_type, whole_file
 from prepare.corpus import build_corpus
 from prepare.dedup import MIX, PARAGRAPH_BREAK, buckets, candidate_probability, repeated, representatives
-from prepare.filters import EVALUATION_NGRAM, evaluation_ngrams, steps_of
+from prepare.filters import EVALUATION_NGRAM, ngrams_of, steps_of
 from prepare.page import page_of
 from prepare.progress import Progress
 from prepare.rules import RULES
@@ -145,7 +145,7 @@ def side_file_problem(key, name):
     if not os.access(name, os.R_OK) or Path(name).is_dir():
         return f"--{key}: {name} cannot be read"
     try:
-        if key == "contaminated" and not len(evaluation_ngrams((name,))):
+        if key == "contaminated" and not len(ngrams_of(name)):
             return f"--{key}: {name} has no {EVALUATION_NGRAM} words in a row, so no page could share them with it"
         if key in ("block_list", "perplexity_text"):
             text_of(name, 1 << 28)

@@ -128,13 +128,17 @@ EVALUATION_NGRAM = 13      # as GPT-3's authors took it (Brown et al. 2020, appe
 
 
 @functools.cache
-def evaluation_ngrams(paths):
-    """Hashes of all word 13-grams of the files: (n,) uint64, sorted. A line is a text, or JSON with texts in it."""
-    found = []
-    for path in paths:
-        for line in text_of(path).split("\n"):
-            found += [chained(word_hashes(text), EVALUATION_NGRAM) for text in strings_of(line)]
+def ngrams_of(path):
+    """Hashes of all word 13-grams of a file: (n,) uint64, sorted. A line is a text, or JSON with texts in it."""
+    found = [chained(word_hashes(text), EVALUATION_NGRAM) for line in text_of(path).split("\n")
+             for text in strings_of(line)]
     return np.unique(np.concatenate([np.zeros(0, np.uint64), *found]))
+
+
+@functools.cache
+def evaluation_ngrams(paths):
+    """Those of all the files."""
+    return np.unique(np.concatenate([np.zeros(0, np.uint64), *map(ngrams_of, paths)]))
 
 
 def strings_of(line):
