@@ -256,8 +256,8 @@ def improve(policy, value, optimizers, batch, old, update, config, setup, check=
                 if steps == 0:
                     first_ratio = max(first_ratio, rl.largest(new - before, mask))
         here = all_sum(here, setup)
-        bound = 0.05 if setup.dtype != torch.float32 else 1e-5 if setup.device.type == "cpu" else 1e-4
         if check and steps == 0:                              # the same weights on the same tokens, so the ratio is 1
+            bound = 0.05 if setup.dtype != torch.float32 else 1e-5 if setup.device.type == "cpu" else 1e-4
             stop_if_wrong([
                 f"the first minibatch's log ratio is up to {first_ratio:.2g} before any step; at most {bound} is "
                 "rounding. Probably the update scores at another temperature than the roll-out, has dropout on, or "

@@ -221,8 +221,9 @@ def micro_batches(examples, numbers, config, pad_id, setup):
                 config.micro_tokens) for share in shares]
     mine = shares[setup.rank]
     batches = [form(examples, [mine[place] for place in places], pad_id) for places in cuts[setup.rank]]
-    x, y, w, *begins = form(examples, numbers[-1:], pad_id)
-    batches += [(x, y, torch.zeros_like(w), *begins)] * (max(map(len, cuts)) - len(batches))
+    if lacking := max(map(len, cuts)) - len(batches):
+        x, y, w, *begins = form(examples, numbers[-1:], pad_id)
+        batches += [(x, y, torch.zeros_like(w), *begins)] * lacking
     return [tuple(tensor.to(setup.device) for tensor in batch) for batch in batches]
 
 
