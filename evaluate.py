@@ -5,7 +5,8 @@ Measures the models of a run on what they have not seen, beside what is to be be
     python evaluate.py config/demo.py --models=sft,DIR         a stage of the run, or any model's folder
     python evaluate.py config/demo.py --probes=MINE.jsonl      completions of your own, with expected answers
 
-Writes out_dir/evaluate.json and prints it as tables; a second call on the same models and data only prints. In it:
+Writes out_dir/evaluate.json and prints it as tables; a second call on the same models and data only prints. What
+was measured of models that are not asked for now is kept in evaluate.before.json. In it:
 
   text        loss and bits per byte on the held-out pages. Beside it, also where it looks bad: xz on the same bytes, xz
               that has seen the training text, bits per byte on lines that stand nowhere in the training text, and how
@@ -298,12 +299,12 @@ def main(config):
     inputs += [chat_data / name for name in ("index.json", "conversations_val.jsonl", "prompts_val.jsonl",
                                              "baselines.json")]
     made_from = {"config_hash": config.hash, **{str(path): fingerprint(path) for path in inputs if path.exists()}}
-    if output.exists() and (before := read_json(output)).get("made_from") == made_from:
+    before = read_json(output, {})
+    if before.get("made_from") == made_from:
         setup.say(f"{output}: already done; to measure anew, remove it")
         return print_report(before)
-    kept = output.with_suffix(".before.json")
-    if output.exists() and (others := before.get("models", {}).keys() - folders.keys()):
-        output.replace(kept)
+    if others := before.get("models", {}).keys() - folders.keys():
+        output.replace(kept := output.with_suffix(".before.json"))
         setup.say(f"note: what was measured of {', '.join(sorted(others))} is in {kept} from now on")
     probes = chat.read_lines(probes_file, wrong_probe)
     questions, prompts, bars = [], [], {}
