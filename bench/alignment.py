@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import rlhf  # noqa: E402
 from configurator import configure, refuse  # noqa: E402
+from engine.chat import rendered_prompts  # noqa: E402
 from engine.files import read_json, write_json  # noqa: E402
 from engine.hf import find_folder, read_model  # noqa: E402
 from engine.monitor import read_log  # noqa: E402
@@ -72,8 +73,8 @@ def measured(folder, seed, config):
     setup = start("cpu", "fp32", True, config.threads, seed)
     reference, reward, tokenizer, _ = rlhf.read_models(theirs, setup)
     policy, _ = read_model(find_folder(folder), attention=theirs.attention)
-    prompts, _ = rlhf.chat.rendered_prompts(Path(config.data_dir) / "chat" / "prompts_val.jsonl", tokenizer,
-                                   policy.config.block_size - theirs.max_new_tokens)
+    prompts, _ = rendered_prompts(Path(config.data_dir) / "chat" / "prompts_val.jsonl", tokenizer,
+                                  policy.config.block_size - theirs.max_new_tokens)
     networks = [network.eval().requires_grad_(False) for network in (policy, reference)]
     return rlhf.evaluate(*networks, None, reward.eval(), prompts[:theirs.eval_prompts], tokenizer, theirs, setup)
 

@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 import rlhf  # noqa: E402
 from configurator import configure, refuse  # noqa: E402
 from engine import hf  # noqa: E402
+from engine.chat import rendered_prompts  # noqa: E402
 from engine.files import write_atomic  # noqa: E402
 from engine.monitor import read_log  # noqa: E402
 from engine.tokenizer import PATTERNS, SPECIAL_TOKENS, Tokenizer  # noqa: E402
@@ -106,7 +107,7 @@ def theirs(folder, config, number):
     torch.set_num_threads(config.threads)
     sft, reward = (hf.find_folder(Path(config.models or folder) / stage) for stage in ("sft", "reward"))
     words = Tokenizer.load(sft)
-    prompts, _ = rlhf.chat.rendered_prompts(Path(config.data_dir or folder) / "chat" / "prompts_train.jsonl", words, 256 - config.new_tokens)
+    prompts, _ = rendered_prompts(Path(config.data_dir or folder) / "chat" / "prompts_train.jsonl", words, 256 - config.new_tokens)
     data = Dataset.from_dict({"input_ids": [prompt["ids"] for prompt in prompts]})
     processor = PreTrainedTokenizerFast(tokenizer_file=str(sft / "tokenizer.json"), padding_side="left",
                                         pad_token="<|pad|>", eos_token="<|eos|>")

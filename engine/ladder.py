@@ -190,8 +190,7 @@ def go_on(run, modules, moments, setup, config, data_hash=None, again=False):
     found = checkpoint.resume(run, modules, moments, setup, config.resume_from, config.trust_state)
     if found is None and again:
         parallel.refuse_once(setup, f"no full checkpoint in {run} can be read, so there is no way back; the run ends")
-    begin = {"step": 0, "tokens": 0, "data_hash": data_hash, "in_a_row": 0, "recent": [], "rollbacks": []}
-    state = {**begin, **(found or {})}
+    state = {"step": 0, "tokens": 0, "data_hash": data_hash, "rollbacks": [], **(found or {})}
     decisions = parallel.from_main(on_main(lambda: decisions_of(run, state), setup), setup)
     if len(decisions) > len(state["rollbacks"]):        # the bad steps that were being counted will not happen
         state.update(rollbacks=decisions, in_a_row=0)

@@ -189,7 +189,7 @@ def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0, pa
         torch.utils.deterministic.fill_uninitialized_memory = False
     name = connect(rank, world, chosen, patience) if world > 1 else ""
     torch.manual_seed(seed + rank)      # dropout differs between ranks; weights come from (seed, name), so they do not
-    return Setup(rank, local_rank, world, chosen, dtype_of(dtype, chosen), threads, name)
+    return Setup(rank, local_rank, world, chosen, dtype_named(dtype, chosen), threads, name)
 
 
 def connect(rank, world, device, patience):
@@ -266,7 +266,7 @@ def keep_memory(setup):
         mallopt(-1, 2 ** 31 - 1)        # M_TRIM_THRESHOLD: the heap does not shrink
 
 
-def dtype_of(name, device):
+def dtype_named(name, device):
     """The dtype of that name. 'auto' is bf16 where the machine multiplies it natively: a CPU without AMX or AVX512-BF16
     emulates it and is several times slower than in fp32."""
     if name == "auto" and device.type == "cuda":

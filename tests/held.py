@@ -23,7 +23,7 @@ from engine.parallel import divide
 from model import Llama, ModelConfig
 
 # Where bf16 is emulated, these steps take minutes in it, and seconds in fp32.
-DTYPE = "bf16" if parallel.dtype_of("auto", torch.device("cpu")) == torch.bfloat16 else "fp32"
+DTYPE = "bf16" if parallel.dtype_named("auto", torch.device("cpu")) == torch.bfloat16 else "fp32"
 SHAPE = ("--n_layer=3 --n_head=4 --n_kv_head=4 --n_embd=256 --n_inner=704 --block_size=256 --vocab_size=2048 --micro_batch_size=4 "
          f"--tie_embeddings=False --batch_tokens=4096 --dtype={DTYPE} --device=cpu --threads=1 --compile=False").split()
 WAYS = {"ddp": "--parallel=ddp", "zero1": "--parallel=fsdp --zero=1", "zero2": "--parallel=fsdp --zero=2",

@@ -69,7 +69,7 @@ def steps(config, setup, count=3, overflow=None):
     """Losses and gradient norms of the first steps; initial weights, and the first gradients before and after clipping,
     whole and by name; how often the ranks met in the first step. overflow: number of a step in which rank 1 has an
     infinite gradient, while all losses are finite."""
-    setup = replace(setup, dtype=parallel.dtype_of(config.dtype, setup.device))
+    setup = replace(setup, dtype=parallel.dtype_named(config.dtype, setup.device))
     shape = ModelConfig(**{key: getattr(config, key) for key in ModelConfig.__dataclass_fields__})
     layout, problems = divide(config, shape, setup.world)
     assert not problems, problems
@@ -127,7 +127,7 @@ def runs(name, folder, setup, **keys):
     """train.py on FOLDER/data into FOLDER/NAME. Keeps the digests of what was loaded and of what was saved last."""
     keys = {**(RUNS.get(name) or LAYOUTS.get(name, (1, {}))[1]), **keys}
     config = config_of(f"--data_dir={folder}/data", f"--out_dir={folder}/{name}", **{**OFTEN, **keys})
-    setup = replace(setup, dtype=parallel.dtype_of(config.dtype, setup.device))
+    setup = replace(setup, dtype=parallel.dtype_named(config.dtype, setup.device))
     found, end, go_on = {}, script.end_step, script.ladder.go_on
 
     def saved(run, done, total, config, modules, moments, *more):
