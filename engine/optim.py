@@ -5,7 +5,7 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from engine.layout import copies, local, put, whole
-from engine.parallel import all_sum
+from engine.parallel import all_sum, dtype_named
 
 
 def adamw(model, learning_rate, weight_decay, betas=(0.9, 0.95), eps=1e-8):
@@ -25,8 +25,7 @@ def muon(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0
     values of a matrix's momentum equal before it steps: directions that a few large ones would drown are learned too.
     In short runs it needs about half the tokens; its five rounds of products cost the more the smaller the batch is."""
     matrices = [p for name, p in model.named_parameters() if ".layers." in name and p.dim() == 2]
-    kind = ShardedMuon if hasattr(matrices[0], "placements") else torch.optim.Muon
-    first = kind(matrices, lr=matrix_learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+    first = Muon(matrices, lr=matrix_learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
     first.param_groups[0]["share"] = matrix_learning_rate / learning_rate
     for p in matrices:
         p.requires_grad_(False)         # out of adamw's sight
@@ -36,9 +35,10 @@ def muon(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0
     return [first, second]
 
 
-class ShardedMuon(torch.optim.Muon):
-    """The same where a rank has only rows of each matrix: what is to be made orthogonal is gathered, once for a matrix
-    and step, and each rank keeps its rows of the result."""
+class Muon(torch.optim.Muon):
+    """torch's, bit for bit where the machine multiplies bf16 natively. Elsewhere torch's emulates bf16, which takes longer
+    than all the rest of a step: there the products are in fp32. Where a rank has only rows of each matrix, what is to be
+    made orthogonal is gathered, once for a matrix and step, and each rank keeps its rows of the result."""
 
     @torch.no_grad()
     def step(self):
@@ -46,13 +46,23 @@ class ShardedMuon(torch.optim.Muon):
             for p in group["params"]:
                 momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
                 momentum.lerp_(p.grad, 1 - group["momentum"])
-                moved = torch.nn.Parameter(torch.zeros(p.shape, device=p.device))
-                moved.grad = whole(p.grad.lerp(momentum, group["momentum"]))
-                torch.optim.Muon([moved], group["lr"], 0, momentum=0, nesterov=False,
-                                 adjust_lr_fn=group["adjust_lr_fn"]).step()
+                moved = orthogonal(whole(p.grad.lerp(momentum, group["momentum"])), group["ns_steps"])
                 rows = torch.zeros_like(p)
                 put(rows, moved)
-                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(rows)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(rows, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))      # AdamW's usual length of step
+
+
+def orthogonal(matrix, rounds=5):
+    """The matrix with its singular values brought near 1 (0.7 to 1.2) by that many rounds of Newton-Schulz, whose
+    coefficients are Jordan's: x <- a x + (b g + c g²) x with g = x xᵀ. (rows, columns) -> the same, bf16 or fp32."""
+    wide = matrix.to(dtype_named("auto", matrix.device))
+    wide = wide.mT if matrix.size(0) > matrix.size(1) else wide
+    x = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(rounds):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x.mT if matrix.size(0) > matrix.size(1) else x
 
 
 def optimizers_of(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0.95), eps=1e-8):

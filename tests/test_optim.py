@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from engine.loss import token_losses
-from engine.optim import adamw, clip, lr_at, muon, set_lr, warmup_length
+from engine import optim
+from engine.optim import Muon, adamw, clip, lr_at, muon, orthogonal, set_lr, warmup_length
 from small import small_llama
 
 
@@ -29,6 +30,34 @@ def test_muon_has_the_layers_matrices_and_adamw_the_rest():
     set_lr(first, 5e-4), set_lr(second, 5e-4)
     assert first.param_groups[0]["lr"] == pytest.approx(0.01) and second.param_groups[0]["lr"] == 5e-4
     assert all(p.requires_grad for p in model.parameters())
+
+
+def test_muon_is_torchs_where_bf16_is_native(monkeypatch):
+    """Bit for bit, over three steps, with tall, wide and square matrices."""
+    monkeypatch.setattr(optim, "dtype_named", lambda name, device: torch.bfloat16)
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(24, 8), (8, 24), (16, 16)]
+    starts = [torch.randn(shape, generator=draw) for shape in shapes]
+    ours, torchs = ([torch.nn.Parameter(start.clone()) for start in starts] for _ in range(2))
+    settings = dict(lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    a, b = Muon(ours, **settings), torch.optim.Muon(torchs, **settings)
+    for _ in range(3):
+        for p, q in zip(ours, torchs):
+            p.grad = q.grad = torch.randn(p.shape, generator=draw)
+        a.step(), b.step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, torchs))
+    assert all(torch.equal(a.state[p]["momentum_buffer"], b.state[q]["momentum_buffer"]) for p, q in zip(ours, torchs))
+
+
+def test_muon_multiplies_in_fp32_where_bf16_would_be_emulated(monkeypatch):
+    monkeypatch.setattr(optim, "dtype_named", lambda name, device: torch.float32)
+    matrix = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
+    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+    moved = orthogonal(matrix)
+    assert moved.dtype == torch.float32
+    values = u.mT @ moved @ vh.mT                               # the same directions, all of them about as long
+    assert (values - values.diag().diag()).abs().max() < 1e-4
+    assert 0.6 < values.diag().min() and values.diag().max() < 1.3
 
 
 def test_learning_rate():
