@@ -410,23 +410,24 @@ def moments(run, step):
 
 
 @pytest.mark.parametrize("ways", [["--zero=3"], ["--zero=1", "--lora_rank=4"], ["--zero=3", "--lora_rank=4"],
-                                  ["--zero=2", "--adapter_size=4"]])
-def test_sharded_over_two_processes_it_is_as_in_one(world, ways):
-    """Losses, gradients and weights, with ranks that have different numbers of micro-batches; and what is saved is whole."""
-    folder = world.folder
+                                  ["--zero=2", "--adapter_size=4"], ["--zero=3", "--hsdp=2"]])
+def test_sharded_over_processes_it_is_as_in_one(world, ways):
+    """Losses, gradients and weights, with ranks that have different numbers of micro-batches; and what is saved is whole.
+    Two processes, or two groups of two."""
+    folder, processes, alone = world.folder, 4 if "--hsdp=2" in ways else 2, "lora" in ways[-1] or "adapter" in ways[-1]
     keys = ["--batch_size=7", "--batching=packed", "--micro_tokens=60", "--save_full=1", "--keep=0", "--grad_clip=0",
-            "--recompute=full", *ways[1:]]
+            "--recompute=full", *ways[1:] * alone]
     one = world("one", *keys, "--max_steps=1")
     words = [f"--data_dir={folder / 'data'}", f"--out_dir={folder / 'two'}", f"--init_from={folder / 'base'}", "--threads=1",
              "--device=cpu", "--dtype=fp32", "--log_every=1", "--window=2", "--parallel=fsdp", *keys, *ways]
     two = folder / "two" / "sft"
     for steps in (1, 3):
         shutil.rmtree(folder / "two", ignore_errors=True)
-        code, said = Program("sft.py", *words, f"--max_steps={steps}", processes=2).wait()
+        code, said = Program("sft.py", *words, f"--max_steps={steps}", processes=processes).wait()
         assert code == 0 and f"ZeRO-{ways[0][-1]} over 2" in said, said
         if steps == 1:
             a, b = moments(one, 1), moments(two, 1)
-            assert a.keys() == b.keys() and len(a) == (21 if len(ways) == 1 else 28 if "lora" in ways[1] else 8)
+            assert a.keys() == b.keys() and len(a) == (21 if not alone else 28 if "lora" in ways[1] else 8)
             for name in a:
                 assert (a[name].norm() > 0) == ("lora_A" not in name and "adapter_down" not in name), name
                 assert (a[name] - b[name]).norm() <= 1e-5 * a[name].norm(), name
@@ -437,7 +438,7 @@ def test_sharded_over_two_processes_it_is_as_in_one(world, ways):
     assert a.keys() == b.keys() and max((a[name] - b[name]).abs().max() for name in a) < 1e-4
     found = [json.loads((run / "result.json").read_text()) for run in (three, two)]
     assert found[0]["before"] == found[1]["before"] and found[0]["after"]["stop"] == found[1]["after"]["stop"]
-    if ways[1:]:                                    # what is saved alone, as whole as the rest
+    if alone:                                       # what is saved alone, as whole as the rest
         a, b = (load_file(run / "adapter" / "adapter_model.safetensors") for run in (three, two))
         assert a.keys() == b.keys() and max((a[name] - b[name]).abs().max() for name in a) < 1e-4
     a, b = moments(three, 3), moments(two, 3)       # now also what the zeros of the start kept from learning
