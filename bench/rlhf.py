@@ -45,7 +45,7 @@ new_tokens = 64
 ends = True             # of the untrained model: each of its tokens is the end with probability 1/30
 threads = 1
 models = ""             # a folder with sft and reward, for prompts in data_dir; empty: made here
-data_dir = ""
+data_dir = "data/demo"
 peer = True             # False: only ours
 
 SHAPE = dict(vocab_size=2048, n_layer=4, n_head=4, n_kv_head=4, n_embd=256, n_inner=704, block_size=256)    # the demo's
@@ -75,12 +75,11 @@ def write_world(folder):
 
 def ours(folder, config, number):
     """Seconds of each update but the first, and their parts."""
-    ends = config.models or config.ends
+    ends, source, data = config.models or config.ends, config.models or folder, config.data_dir if config.models else folder
     if not ends:
         rlhf.chat.stop_ids = lambda words: set()
-    source = config.models or folder
     settings = configure(vars(rlhf), [
-        f"--data_dir={config.data_dir or folder}", f"--policy_from={source}/sft", f"--reward_from={source}/reward", f"--out_dir={folder}/{number}",
+        f"--data_dir={data}", f"--policy_from={source}/sft", f"--reward_from={source}/reward", f"--out_dir={folder}/{number}",
         "--device=cpu", f"--threads={config.threads}", f"--updates={config.updates}", f"--episodes={config.episodes}",
         f"--max_new_tokens={config.new_tokens}", "--micro_batch_size=32", "--eval_prompts=1", "--attention=fp32",
         "--max_approx_kl=0.0", "--save_full=0", "--verdicts=False", f"--seed={number + 1}"])
@@ -107,8 +106,9 @@ def theirs(folder, config, number):
     torch.set_num_threads(config.threads)
     sft, reward = (hf.find_folder(Path(config.models or folder) / stage) for stage in ("sft", "reward"))
     words = Tokenizer.load(sft)
-    prompts, _ = rendered_prompts(Path(config.data_dir or folder) / "chat" / "prompts_train.jsonl", words, 256 - config.new_tokens)
-    data = Dataset.from_dict({"input_ids": [prompt["ids"] for prompt in prompts]})
+    data = Path(config.data_dir if config.models else folder)
+    prompts, _ = rendered_prompts(data / "chat" / "prompts_train.jsonl", words, 256 - config.new_tokens)
+    asked = Dataset.from_dict({"input_ids": [prompt["ids"] for prompt in prompts]})
     processor = PreTrainedTokenizerFast(tokenizer_file=str(sft / "tokenizer.json"), padding_side="left",
                                         pad_token="<|pad|>", eos_token="<|eos|>")
     policies = [LlamaForCausalLM.from_pretrained(sft, dtype=torch.float32) for _ in range(2)]
@@ -124,8 +124,8 @@ def theirs(folder, config, number):
     clock.times = []
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = PPOTrainer(args=settings, processing_class=processor, model=policies[0], ref_model=policies[1],
-                             reward_model=scorers[0], value_model=scorers[1], train_dataset=data,
-                             eval_dataset=data.select(range(1)), callbacks=[clock])
+                             reward_model=scorers[0], value_model=scorers[1], train_dataset=asked,
+                             eval_dataset=asked.select(range(1)), callbacks=[clock])
         trainer.train()
     return [b - a for a, b in zip(clock.times, clock.times[1:])]
 

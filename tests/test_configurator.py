@@ -385,6 +385,15 @@ def test_lists_name_real_keys():
     assert set(MAY_CHANGE_ON_RESUME) - {name for schema in OURS.values() for name in schema} == set()
 
 
+def test_every_programs_own_defaults_are_taken():
+    """Benches too, whose keys may be forbidden values in a script."""
+    programs = [path for folder in (".", "techniques", "bench", "runs") for path in (configurator.ROOT / folder).glob("*.py")
+                if path.read_text().endswith("\n    main(configure(globals()))\n")]
+    assert len(programs) > 30
+    for path in programs:
+        configurator.configure({"__file__": str(path)}, [])
+
+
 def test_ctrl_c_ends_with_a_word_and_no_trace(capsys):
     configurator.tell(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert capsys.readouterr().err == "\ninterrupted\n"
