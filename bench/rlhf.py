@@ -49,6 +49,7 @@ data_dir = "data/demo"
 peer = True             # False: only ours
 
 SHAPE = dict(vocab_size=2048, n_layer=4, n_head=4, n_kv_head=4, n_embd=256, n_inner=704, block_size=256)    # the demo's
+RATE = 1e-7             # next to nothing, so that answers stay as long as they are at the start
 
 
 def tokenizer():
@@ -62,9 +63,13 @@ def write_world(folder):
     """An untrained policy, a reward model, and prompts of 12 to 27 tokens."""
     words = tokenizer()
     policy = Llama(ModelConfig(**SHAPE)).init_weights(1)
-    with torch.no_grad():                       # the end token's row points to where hidden states are
-        usual = policy.model(torch.randint(2048, (64, 16), generator=torch.Generator().manual_seed(1))).flatten(0, 1).mean(0)
-        policy.lm_head.weight[words.special("<|end|>")] += math.log(2048 / 29) * usual / usual.square().sum()
+    end = words.special("<|end|>")
+    with torch.no_grad():       # one coordinate is the same at every position, and it alone decides whether the answer ends
+        policy.model.embed_tokens.weight[:, 0] = 1
+        for layer in policy.model.layers.children():
+            layer.self_attn.o_proj.weight[0], layer.mlp.down_proj.weight[0] = 0, 0
+        policy.lm_head.weight[:, 0], policy.lm_head.weight[end] = 0, 0
+        policy.lm_head.weight[end, 0] = math.log(2047 / 29) / policy.model(torch.arange(256)[None])[..., 0].mean()
     hf.save_model(folder / "sft", policy, words)
     hf.save_model(folder / "reward", ScalarModel(policy.config).init_weights(2), words)
     for name in ("train", "val"):
@@ -82,7 +87,8 @@ def ours(folder, config, number):
         f"--data_dir={data}", f"--policy_from={source}/sft", f"--reward_from={source}/reward", f"--out_dir={folder}/{number}",
         "--device=cpu", f"--threads={config.threads}", f"--updates={config.updates}", f"--episodes={config.episodes}",
         f"--max_new_tokens={config.new_tokens}", "--micro_batch_size=32", "--eval_prompts=1", "--attention=fp32",
-        "--max_approx_kl=0.0", "--save_full=0", "--verdicts=False", f"--seed={number + 1}"])
+        "--max_approx_kl=0.0", "--save_full=0", "--verdicts=False", f"--learning_rate={RATE}", f"--value_learning_rate={RATE}",
+        f"--seed={number + 1}"])
     with contextlib.redirect_stdout(io.StringIO()):
         rlhf.main(settings)
     records = [record for record in read_log(folder / str(number) / "ppo") if "rollout_seconds" in record][1:]
@@ -117,7 +123,7 @@ def theirs(folder, config, number):
     settings = PPOConfig(
         output_dir=str(folder / f"trl{number}"), per_device_train_batch_size=32, gradient_accumulation_steps=config.episodes // 32,
         num_mini_batches=2, num_ppo_epochs=2, total_episodes=config.episodes * config.updates, response_length=config.new_tokens,
-        local_rollout_forward_batch_size=config.episodes, temperature=1.0, kl_coef=0.05, learning_rate=3e-4, use_cpu=True,
+        local_rollout_forward_batch_size=config.episodes, temperature=1.0, kl_coef=0.05, learning_rate=RATE, use_cpu=True,
         bf16=False, report_to="none", save_strategy="no", num_sample_generations=0, disable_tqdm=True, seed=number + 1,
         stop_token_id=words.special("<|end|>") if config.models or config.ends else None)
     clock = Clock()
