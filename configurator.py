@@ -181,13 +181,21 @@ def fit(key, value):
     """`value` as the key's type, or ValueError. An int serves as a float, a list as a tuple, a bool not as a number."""
     if type(value) in (int, float) and key.kind is float and abs(value) <= sys.float_info.max:
         return float(value)
+    if beyond_64_bits(value):
+        raise ValueError(f"{key.name} must be {key.expected} within 64 bits, found a larger number")
     if value is None and key.optional or type(value) is key.kind is not float and not key.item:
         return value
     if type(value) in (list, tuple) and key.item:
         member = dataclasses.replace(key, kind=key.item, item=None, optional=False)
         with contextlib.suppress(ValueError):     # one member is wrong: the whole value is shown
             return key.kind(fit(member, item) for item in value)
-    raise ValueError(f"{key.name} must be {key.expected}, found {value!r}")
+    raise ValueError(f"{key.name} must be {key.expected}, found {value!r:.200}")
+
+
+def beyond_64_bits(value):
+    """Whether it is, or holds, an int that no tensor and no JSON reader takes; Python cannot even print the largest."""
+    members = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return isinstance(value, int) and abs(value) >= 2 ** 63 or any(map(beyond_64_bits, members))
 
 
 def parse(key, text):
@@ -403,7 +411,7 @@ def configure(namespace, argv=None):
             try:
                 values[name], overrides[name] = parse(schema[name], text), text
             except ValueError as error:
-                problems.append(f"{word}: {error}")
+                problems.append(f"{word:.200}: {error}")
     problems += [f"{name} must name a folder, found {values[name]!r}" for name in ("data_dir", "out_dir")
                  if name in values and not str(values[name]).strip()]
     sys.excepthook = tell

@@ -49,7 +49,7 @@ from tqdm import tqdm
 from bpe import report as reports
 from bpe.merging import merges_of
 from configurator import configure, refuse
-from engine.files import intact, lock_folder, read_json, sha256_file, write_atomic, write_json
+from engine.files import fits, intact, lock_folder, read_json, sha256_file, write_atomic, write_json
 from engine.shards import document_files, read_jsonl_zst
 from engine.tokenizer import BYTE_ORDER, PATTERNS, SPECIAL_TOKENS, Tokenizer, valid_unicode, wrong_pattern
 from engine.workers import in_parallel, text_batches
@@ -91,6 +91,7 @@ def pattern_of(name, digits=None, boundary="space"):
 
 # Of these we know what they mean on ASCII, where Python's `re` can say the same, and that they cut between a line's end
 # and a letter. (re.ASCII keeps its \s from matching \x1c to \x1f, which no other engine counts as space.)
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.tiktoken", "report.md")      # beside the report
 KNOWN = {pattern_of(*how) for how in itertools.product(PATTERNS, (None, 1, 2, 3), ("space", "none"))}
 ON_ASCII = {r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}": "A-Z", r"\p{Ll}\p{Lm}\p{Lo}\p{M}": "a-z", r"\p{L}\p{N}": "A-Za-z0-9",
             r"\s\p{N}": r"\s0-9", r"\p{L}": "[A-Za-z]", r"\p{N}": "[0-9]"}
@@ -234,6 +235,8 @@ def check(config, specials):
            *(f"special_tokens: {name!r} stands there twice, or is one of the usual"
              for name, times in Counter(specials).items() if times > 1),
            *(f"special_tokens: {name!r} is no text" for name in specials if not name or valid_unicode(name) != name),
+           *(f"special_tokens: {name!r} is one byte, and all bytes are tokens already" for name in specials
+             if len(name) == 1 and name.isascii()),
            *(f"languages: the name {name!r} stands there twice, is empty or that of a kind of lines"
              for name, times in Counter(["", *reports.KINDS, *names]).items() if times > 1),
            *config.outside(vocab_size=(smallest, 1 << 20), min_frequency=(1,), workers=(0,), digits=(1, 3), watch=(0,),
@@ -295,7 +298,8 @@ def main(config):
                             *(name for name, _ in spoken)]}
     made_from = json.loads(json.dumps(made_from))       # tuples as lists
     report = read_json(folder / "report.json", {})
-    if not config.watch and report.get("made_from") == made_from and intact(folder, report["files"]):
+    sound = fits(report, reports.FORM) and report["held_out"] and report["files"].keys() == set(FILES)
+    if not config.watch and sound and report["made_from"] == made_from and intact(folder, report["files"]):
         print(f"{folder}: already done ({report['vocab_size']} tokens, hash {report['hash'][:16]})")
         return print(reports.summary(report))
     others = {name: Tokenizer.load(file) for file, name in others.items()}             # before the work
@@ -321,7 +325,7 @@ def main(config):
     # the merges make.
     wanted = config.vocab_size - 256 - len(specials)
     order = BYTE_ORDER if config.byte_order == "gpt2" else list(range(256))
-    ranks, merges = [bytes([byte]) for byte in order], []
+    ranks, merges, taken = [bytes([byte]) for byte in order], [], {name.encode() for name in specials}
     for left, right, count in tqdm(merges_of(words, counts, wanted, config.min_frequency, order), unit=" merges",
                                    desc="merging", total=wanted, disable=None):
         if len(merges) < config.watch:
@@ -329,6 +333,9 @@ def main(config):
             tqdm.write(f"{256 + len(merges):>7}   {made[0]} + {made[1]} -> {made[2]}   {count:,} times")
         merges.append((left, right))
         ranks.append(ranks[left] + ranks[right])
+        if ranks[-1] in taken:
+            refuse(f"special_tokens: {ranks[-1].decode()!r} is what the text gives as token {len(ranks) - 1}: of two ids for "
+                   "one text readers take either. Choose a name that no text has, <|name|> say")
     if len(merges) < wanted:
         print(f"vocab_size = {config.vocab_size} was asked for, but no pair is left that occurs min_frequency = "
               f"{config.min_frequency} times:\n  the vocabulary has {len(ranks) + len(specials)} tokens. "
@@ -350,8 +357,7 @@ def main(config):
                           {name: read_texts([file]) for name, file in spoken}, words),
     }
     write_atomic(folder / "report.md", reports.page(report))
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.tiktoken", "report.md")
-    write_json(folder / "report.json", {**report, "files": {name: sha256_file(folder / name) for name in names}})
+    write_json(folder / "report.json", {**report, "files": {name: sha256_file(folder / name) for name in FILES}})
     print(f"{folder}: {tokenizer.vocab_size:,} tokens, hash {tokenizer.hash[:16]}; most memory {peak_memory():,.0f} MB")
     if report["rows"] > tokenizer.vocab_size:
         print(f"{report['rows'] - tokenizer.vocab_size} rows of a model would only pad: train.py "

@@ -136,6 +136,12 @@ def table(head, rows):
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
+NUMBERS = ("bytes_per_token", "tokens_per_word", "byte_fallback", "unknown")
+FORM = {"made_from": dict, "files": dict, "hash": str, "vocab_size": int, "held_out": [{          # of what is read again
+    **dict.fromkeys(NUMBERS, (int, float)), **dict.fromkeys(("documents", "bytes", "tokens", "vocab_size"), int), "name": str,
+    "lossless": bool}]}
+
+
 def summary(report):
     rows = report["held_out"]
     head = [f"{rows[0]['documents']} held-out documents, {rows[0]['bytes']:,} bytes", "vocabulary", "tokens",

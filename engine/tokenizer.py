@@ -579,7 +579,7 @@ def _from_rank_file(path):
     merges = path.suffix == ".bpe"
     ranks = {bytes([byte]): id for id, byte in enumerate(BYTE_ORDER)} if merges else {}
     for number, line in enumerate(lines, 1):
-        if line.startswith("#version:"):
+        if number == 1 and merges and line.startswith("#version:"):        # further down it would be a token
             continue
         try:
             first, second = line.split()

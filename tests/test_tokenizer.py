@@ -488,6 +488,14 @@ def test_what_cannot_be_reproduced_is_refused_with_the_reason(change, reason, to
     assert stop.value.code == 2 and reason in said and "tokenizer.json" in said
 
 
+def test_a_version_stands_in_the_first_line_only(tmp_path):
+    text = "#version:x"
+    merges = [f"{text[:i]} {text[i]}" for i in range(1, len(text))]
+    for first in ([], ["#version: 0.2"]):
+        (tmp_path / "gpt2.bpe").write_text("\n".join([*first, *merges, "a b"]))
+        assert Tokenizer.load(tmp_path / "gpt2.bpe").ranks[256:] == [text[:i].encode() for i in range(2, 11)] + [b"ab"]
+
+
 def test_missing_and_damaged_files(tmp_path, capsys):
     (tmp_path / "tokenizer.json").write_text('{"model": ')
     (tmp_path / "cl100k_base.tiktoken").write_text("IQ== 0\nIg== zero\n")
@@ -681,6 +689,28 @@ def test_another_size_takes_the_saved_counts_and_gives_the_same(run, tmp_path, m
     assert results(run.folder) == before
 
 
+@pytest.mark.parametrize("spoil", [
+    dict(files={}), dict(files=5), dict(held_out=3), dict(held_out=[]), dict(held_out=[{}]), dict(vocab_size="x"), dict(hash=None)])
+def test_a_report_of_another_form_is_made_anew(run, spoil):
+    text = "the cat sat on the mat and the rat sat too " * 20
+    write_documents(run.folder.parent, [text], [text])
+    whole, _ = run("--vocab_size=280")
+    assert "already done" in run("--vocab_size=280")[1]
+    (run.folder / "report.json").write_text(json.dumps({**whole, **spoil}))
+    again, said = run("--vocab_size=280")
+    assert "already done" not in said and again == whole
+
+
+def test_a_special_token_that_is_learned_too_is_refused_when_it_is_learned(run, capsys):
+    text = "the cat sat on the mat and the rat sat too " * 20
+    write_documents(run.folder.parent, [text], [text])
+    for name, expected in (("the", "'the' is what the text gives as token 2"), ("a", "'a' is one byte")):
+        with pytest.raises(SystemExit) as stop:
+            run("--vocab_size=300", f"--special_tokens={name}", "--boundary=none")
+        assert stop.value.code == 2 and expected in capsys.readouterr().err
+        assert not (run.folder / "tokenizer.json").exists()
+
+
 def test_keys_for_pattern_boundary_and_special_tokens(run, tmp_path):
     text = "we call frobnicate(12345) and frobnicate again, 12345 times\n" * 40
     write_documents(tmp_path / "data", [text], [text])
@@ -801,7 +831,7 @@ def test_numbers_of_the_report_by_hand(monkeypatch):
     a, b, c = (ranks.index(char) for char in (b"a", b"b", b"c"))
     ours = make_tokenizer([(a, b), (256, c)])
     text = "abc ab \u00e9\nabc(1) \u4e00 abc abc\nfirst second third fourth fifth sixth\n1 2 3 4\nif ab: (abc)\n"
-    found = reports.measure({"ours": ours, "bytes": make_tokenizer([])}, [text], {}, [b"abc", b"ab"])
+    found = reports.measure({"ours": ours, "bytes": make_tokenizer([])}, [text], {}, [b"abc", b"abc"])
     row, plain = found["held_out"]
     assert plain["tokens"] == plain["bytes"] == len(text.encode()) and plain["tokens_per_word"] == round(
         plain["tokens"] / len(text.split()), 4) and plain["byte_fallback"] == round(5 / plain["bytes"], 6)
@@ -809,7 +839,7 @@ def test_numbers_of_the_report_by_hand(monkeypatch):
     assert row["rarest_words"]["words"] == 2 and "abc" not in row["rarest_words"]["examples"]     # of 11 words
     assert {kind: of["ours"]["bytes"] for kind, of in found["kinds"].items()} == {
         "mixed languages": 18, "numbers": 7, "code": 12, "prose": 37}
-    assert found["vocabulary"]["unused"] == {"tokens": 256, "bytes": 256, "examples": []}
+    assert found["vocabulary"]["unused"] == {"tokens": 257, "bytes": 256, "examples": ["ab"]}
     assert found["vocabulary"]["half_characters"] == 128
     lost = reports.of_vocabulary(Tokenizer([*ranks, b"a b"], ours.pattern, {}), [])["unreachable"]
     assert lost == {"tokens": 1, "examples": ["a\u2581b"]}                                  # two pieces
