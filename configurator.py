@@ -202,6 +202,7 @@ def parse(key, text):
     """The value of `--key=text`, or ValueError."""
     if key.kind is str and not (key.optional and text == "None"):
         return text
+    text = {"true": "True", "false": "False"}.get(text, text) if key.kind is bool else text
     # --inputs=a.jsonl,b.jsonl needs no brackets, and --languages= means none.
     as_words = lambda: fit(key, [*filter(None, text.split(","))] if key.item is str else text)
     try:

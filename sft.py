@@ -337,11 +337,12 @@ def tune(config, setup, alive):
         refuse_once(setup, f"conversations = {', '.join(map(str, mix))}, but no val_conversations: hold some of yours out "
                     f"and name their file, or the held-out loss would be that of {val_path}")
     text = {data.parent / "tokens/index.json": "pretraining text to replay"} if config.replay > 0 else {}
-    ours = [] if config.val_conversations else [f"  {config.command('prepare_chat.py')}      the demonstration's conversations"]
-    ours += [] if config.init_from else [f"  {config.command('train.py')}      a model"]
+    ours = [] if config.val_conversations else [
+        f"  {config.command('prepare_chat.py')}      the demonstration's conversations",
+        "  or of your own: --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl"]
+    ours += [] if config.init_from else [f"  {config.command('train.py')}      a model", "  or from elsewhere: --init_from=DIR"]
     refuse_missing(setup, {**dict.fromkeys(mix, "conversations to learn from"), val_path: "conversations held out",
-                           source: "pretrained model to tune", **text}, *ours,
-                   "or give your own: --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl --init_from=DIR")
+                           source: "pretrained model to tune", **text}, *ours)
     source, settings = find_folder(source), {
         "attention": config.attention, "dropout": config.dropout, "recompute": config.recompute}
     theirs = read_config(source)

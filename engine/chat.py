@@ -314,6 +314,8 @@ def read_lines(path, check, form=lambda entry: entry):
         lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
         refuse(f"{path} cannot be read ({error.strerror}).")
+    if next(filter(None, map(bytes.strip, lines)), b"")[:1] == b"[":
+        refuse(f"{path} is a JSON array; expected one object a line, without brackets around them or commas behind them")
     entries, problems = [], []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

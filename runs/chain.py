@@ -20,6 +20,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -67,9 +68,11 @@ def run(command, timing):
     """Runs one stage. Returns its exit status, wall seconds and CPU seconds (its workers' included)."""
     before = os.times()
     child = subprocess.Popen(command, pass_fds=[timing.fileno()])
-    # Ctrl-C reaches the stage by itself, since it has our terminal; a kill reaches only us, so it is passed on. Either
-    # way we stay until the stage has ended, to record what it took.
-    old = {signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
+    # Ctrl-C reaches the stage by itself, since it has our terminal; a kill reaches only us, so it is passed on, SIGINT
+    # when the stage has not ended by itself in a while. Either way we stay until it has, to record what it took.
+    later = threading.Timer(3, child.terminate)
+    later.daemon = True
+    old = {signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None if later.ident else later.start()),
            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: child.terminate())}
     status = child.wait()
     for number, handler in old.items():

@@ -209,6 +209,12 @@ def test_every_bad_line_is_reported_with_number_and_reason(tmp_path, capsys):
         assert f"lines.jsonl, line {2 * i + 1}: " in line and reason in line, line
 
 
+def test_a_json_array_is_said_once(tmp_path, capsys):
+    (tmp_path / "array.jsonl").write_text("\n" + json.dumps([{"messages": [USER, ANSWER]}] * 9, indent=1))
+    said = refused(read_conversations, tmp_path / "array.jsonl", capsys).splitlines()
+    assert len(said) == 1 and "array.jsonl is a JSON array; expected one object a line" in said[0]
+
+
 def test_long_lists_of_bad_lines_are_cut_and_counted(tmp_path, capsys):
     said = refused(read_conversations, lines(tmp_path, *[{}] * 1000), capsys).splitlines()
     assert len(said) == 51 and "and 950 more" in said[-1]

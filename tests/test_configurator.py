@@ -138,6 +138,8 @@ def test_a_neighbour_that_does_not_parse_does_not_stop_this_stage(repo, capsys):
     ("--inputs=[]", "inputs", []),
     ("--scaling={'kind': 'a', 'factors': [1, 2.5]}", "scaling", {"kind": "a", "factors": [1, 2.5]}),
     ("--scaling=None", "scaling", None),
+    ("--compile=true", "compile", True),
+    ("--compile=false", "compile", False),
 ])
 def test_accepted(repo, argument, key, value):
     found = getattr(call(argument), key)
@@ -162,6 +164,7 @@ def test_accepted(repo, argument, key, value):
     ("--seed=", ["seed must be int", "''"]),
     ("--seed=None", ["seed must be int"]),
     ("--warmup_steps=1.5", ["warmup_steps must be int or None", "1.5"]),
+    ("--compile=TRUE", ["compile must be True or False", "'TRUE'"]),
     ("--compile=1", ["compile must be True or False", "1"]),
     ("--learning_rate=1e999", ["learning_rate must be float", "1e999"]),
     ("--betas=0.9", ["betas must be tuple of float", "0.9"]),

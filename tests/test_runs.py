@@ -156,9 +156,10 @@ def test_the_command_that_continues_can_be_pasted(repo):
     assert "bash runs/demo.sh '--data_dir=data/my own'\n" in call(repo, "--data_dir=data/my own").stderr
 
 
-@pytest.mark.parametrize("number, to_group, status", [(signal.SIGTERM, False, 143), (signal.SIGINT, True, 130)])
+@pytest.mark.parametrize("number, to_group, status", [(signal.SIGTERM, False, 143), (signal.SIGINT, True, 130),
+                                                      (signal.SIGINT, False, 143)])
 def test_interrupted_chain_takes_its_stage_along(repo, number, to_group, status):
-    """A kill reaches the chain alone, Ctrl-C everything that runs in the terminal."""
+    """A kill reaches the chain alone, whatever its number, Ctrl-C everything that runs in the terminal."""
     (repo / "slow").write_text("sft")
     chain = subprocess.Popen([sys.executable, "runs/chain.py"], cwd=repo, env={**os.environ, "PYTHONPATH": str(repo)},
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
