@@ -1,6 +1,7 @@
 """What every training stage does with its folder: take it, tell if it is new, half done or done, and save into it."""
 import contextlib
 import hashlib
+import json
 import os
 import socket
 import time
@@ -116,15 +117,20 @@ def record(config, folder, prints):
 
 
 def fingerprint(path):
-    """16 hex digits of what a file or a model's folder holds: of a folder with a manifest, that is the manifest. A text
-    stands for itself."""
+    """16 hex digits of what a file or a model's folder holds; of a folder with a manifest, what that lists, but for the
+    commit that it was made by. A text stands for itself."""
     if isinstance(path, str):
         return path
     path = Path(path)
-    files = [path] if path.is_file() else [path / "manifest.json"]
-    if not files[0].exists():
-        files = sorted(file for file in path.iterdir() if file.suffix in (".json", ".safetensors"))
-    return hashlib.sha256("".join(map(sha256_file, files)).encode()).hexdigest()[:16]
+    manifest = path / "manifest.json"
+    if path.is_file():
+        facts = sha256_file(path)
+    elif manifest.exists():
+        listed = read_json(manifest, like={"files": dict})["files"]
+        facts = json.dumps([listed[name] for name in sorted(listed) if name != "config_hash.txt"], sort_keys=True)
+    else:
+        facts = "".join(sha256_file(file) for file in sorted(path.iterdir()) if file.suffix in (".json", ".safetensors"))
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
 def refuse_missing(setup, wanted, *advice):

@@ -120,10 +120,15 @@ def test_fingerprint(tmp_path):
     assert fingerprint(tmp_path) == first and len(first) == 16
     (tmp_path / "a.safetensors").write_text("more")
     assert fingerprint(tmp_path) not in (first, fingerprint(tmp_path / "config.json"))
-    (tmp_path / "manifest.json").write_text("it has the others' checksums")
+    listed = lambda **files: (tmp_path / "manifest.json").write_text(json.dumps({"files": files}))
+    listed(model={"sha256": "a"}, **{"config_hash.txt": {"sha256": "b"}})
     with_manifest = fingerprint(tmp_path)
     (tmp_path / "a.safetensors").write_text("not looked at")
     assert fingerprint(tmp_path) == with_manifest != first
+    listed(model={"sha256": "a"}, **{"config_hash.txt": {"sha256": "by another commit"}})
+    assert fingerprint(tmp_path) == with_manifest
+    listed(model={"sha256": "c"}, **{"config_hash.txt": {"sha256": "b"}})
+    assert fingerprint(tmp_path) != with_manifest
 
 
 @pytest.fixture
