@@ -452,6 +452,8 @@ def read_models(config, setup):
         found.append(f"{theirs} is no reward model: it has no head of one number. reward.py makes one")
     if reward.config.block_size < policy.config.block_size:
         found.append(f"{theirs} reads {reward.config.block_size} tokens, {ours} writes {policy.config.block_size}")
+    if config.lora_rank and policy.config.adapter_size:
+        found.append(f"lora_rank goes with no policy that has adapters, as {ours} has: leave it at 0")
     weights = config.dimensions or reward.dimensions
     if unknown := weights.keys() - reward.dimensions.keys():
         found.append(f"dimensions: {theirs} has no head for {', '.join(sorted(unknown))}, but for "

@@ -530,6 +530,11 @@ def test_models_that_do_not_belong_together_are_refused(world, words, tmp_path, 
         rlhf.main(config_of(world, tmp_path, f"--policy_from={tmp_path}/policy"))
     error = capsys.readouterr().err
     assert words.hash[:16] in error and other.hash[:16] in error and "reads 128 tokens" in error
+    toy.save(tmp_path / "adapted", toy.model(words, adapter_size=4), words)
+    with pytest.raises(SystemExit):
+        rlhf.main(config_of(world, tmp_path / "new", f"--policy_from={tmp_path}/adapted", "--lora_rank=4"))
+    assert "lora_rank goes with no policy that has adapters" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 TWO_PROCESSES = """
