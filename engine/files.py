@@ -155,9 +155,9 @@ def intact(folder, checksums):
         for name, checksum in checksums.items())
 
 
-def lock_folder(folder):
+def lock_folder(folder, wait=False):
     """
-    Makes `folder` if need be and takes it for this process alone; refuses when another one holds it.
+    Makes `folder` if need be and takes it for this process alone; refuses when another one holds it, or says so and waits.
 
     Returns an open file: the lock lasts until it is closed or the process ends, in whatever way, so a crash leaves none
     behind. (A lock file whose mere existence counts would have to be removed by hand after a kill -9.)
@@ -172,8 +172,11 @@ def lock_folder(folder):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        refuse(f"{folder} is in use by {file.read().strip() or 'another process'}; two runs never share a folder. "
-               "Wait for it, end it, or choose another --out_dir.")
+        used = f"{folder} is in use by {file.read().strip() or 'another process'}"
+        if not wait:
+            refuse(f"{used}; two runs never share a folder. Wait for it, end it, or choose another --out_dir.")
+        print(f"{used}, or by a stage that it left behind; waiting for it", flush=True)
+        fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:     # some network file systems know no locks: better unlocked, and said, than not at all
         print(f"note: {folder} cannot be locked ({error.strerror}); do not start two runs in it")
     # A worker forked from here would hold the lock as well, and it may outlive a kill -9 of this process.
