@@ -103,13 +103,13 @@ class Entries(dict):
 
 def fits(value, like):
     """Whether `value` is like `like`: an object that has at least its keys, with values that fit; a list of members
-    that fit its one; or of this type."""
+    that fit its one; or of this type, or one of these. True and False are no numbers."""
     if isinstance(like, dict):
         return isinstance(value, dict) and all(
             name in value and fits(value[name], inner) for name, inner in like.items())
     if isinstance(like, list):
         return isinstance(value, list) and all(fits(member, like[0]) for member in value)
-    return isinstance(value, like)
+    return isinstance(value, like) and not (isinstance(value, bool) and isinstance(0, like))
 
 
 def read_json(path, missing=None, like={}):
