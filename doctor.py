@@ -151,7 +151,10 @@ def main(config):
     if config.verify:
         findings += scrub(Path(config.verify))
     if config.diff:
-        findings += compare(*map(Path, config.diff))
+        found = compare(*map(Path, config.diff))
+        if found:
+            print(f"first {config.diff[0]}, then {config.diff[1]}:")
+        findings += found
     if config.order:
         findings += order_problems(Path(config.order))
     if config.alarms:

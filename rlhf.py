@@ -476,9 +476,8 @@ def ppo(config, setup, alive):
     refuse_once(setup, *problems_of(config, setup))
     data = Path(config.data_dir) / "chat"
     files = [data / f"prompts_{name}.jsonl" for name in ("train", "val")]
-    refuse_missing(setup, dict.fromkeys(files, "prompts"),
-                   "The demonstration's are made by: " + config.command("prepare_chat.py"),
-                   'Of your own: {"messages": [{"role": "user", "content": "..."}]}, one a line, in both files')
+    refuse_missing(setup, dict.fromkeys(files, "prompts"), f"The demonstration's: {config.command('prepare_chat.py')}",
+                   'Your own: {"messages": [..., the user\'s turn last]} a line; some of them held out, in the second file')
     policy, reward, tokenizer, folders = read_models(config, setup)
 
     # The prompts: for training, and held out. Looked at before the folder is bound to the settings.

@@ -337,12 +337,14 @@ def tune(config, setup, alive):
         refuse_once(setup, f"conversations = {', '.join(map(str, mix))}, but no val_conversations: hold some of yours out "
                     f"and name their file, or the held-out loss would be that of {val_path}")
     text = {data.parent / "tokens/index.json": "pretraining text to replay"} if config.replay > 0 else {}
-    ours = [] if config.val_conversations else [
-        f"  {config.command('prepare_chat.py')}      the demonstration's conversations",
-        "  or of your own: --conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl"]
-    ours += [] if config.init_from else [f"  {config.command('train.py')}      a model", "  or from elsewhere: --init_from=DIR"]
+    # How to come by what was not named; of a name that is wrong it is enough to say so.
+    advice = [f"  {config.command(script)}      {makes}, or give your own: {own}" for script, makes, own, named, paths in (
+        ("prepare_chat.py", "the demonstration's conversations", "--conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl",
+         config.val_conversations, [*mix, val_path]),
+        ("train.py", "a model", "--init_from=DIR", config.init_from, [source]),
+        ("prepare_data.py", "shards", "--data_dir=DIR", False, text)) if not named and not all(path.exists() for path in paths)]
     refuse_missing(setup, {**dict.fromkeys(mix, "conversations to learn from"), val_path: "conversations held out",
-                           source: "pretrained model to tune", **text}, *ours)
+                           source: "pretrained model to tune", **text}, *advice)
     source, settings = find_folder(source), {
         "attention": config.attention, "dropout": config.dropout, "recompute": config.recompute}
     theirs = read_config(source)

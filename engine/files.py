@@ -103,13 +103,13 @@ class Entries(dict):
 
 def fits(value, like):
     """Whether `value` is like `like`: an object that has at least its keys, with values that fit; a list of members
-    that fit its one; or of this type."""
+    that fit its one; or of this type, or one of these. True and False are no numbers."""
     if isinstance(like, dict):
         return isinstance(value, dict) and all(
             name in value and fits(value[name], inner) for name, inner in like.items())
     if isinstance(like, list):
         return isinstance(value, list) and all(fits(member, like[0]) for member in value)
-    return isinstance(value, like)
+    return isinstance(value, like) and not (isinstance(value, bool) and isinstance(0, like))
 
 
 def read_json(path, missing=None, like={}):
@@ -155,9 +155,9 @@ def intact(folder, checksums):
         for name, checksum in checksums.items())
 
 
-def lock_folder(folder):
+def lock_folder(folder, wait=False):
     """
-    Makes `folder` if need be and takes it for this process alone; refuses when another one holds it.
+    Makes `folder` if need be and takes it for this process alone; refuses when another one holds it, or says so and waits.
 
     Returns an open file: the lock lasts until it is closed or the process ends, in whatever way, so a crash leaves none
     behind. (A lock file whose mere existence counts would have to be removed by hand after a kill -9.)
@@ -172,8 +172,11 @@ def lock_folder(folder):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        refuse(f"{folder} is in use by {file.read().strip() or 'another process'}; two runs never share a folder. "
-               "Wait for it, end it, or choose another --out_dir.")
+        used = f"{folder} is in use by {file.read().strip() or 'another process'}"
+        if not wait:
+            refuse(f"{used}; two runs never share a folder. Wait for it, end it, or choose another --out_dir.")
+        print(f"{used}, or by a stage that it left behind; waiting for it", flush=True)
+        fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:     # some network file systems know no locks: better unlocked, and said, than not at all
         print(f"note: {folder} cannot be locked ({error.strerror}); do not start two runs in it")
     # A worker forked from here would hold the lock as well, and it may outlive a kill -9 of this process.

@@ -248,7 +248,8 @@ def read_files(config, tokenizer, context, setup, names, dimensions=None):
     make no step, a sentence each."""
     place = lambda name: Path(config.data_dir) / "chat" / f"preferences_{name}.jsonl"
     path, others = place("train"), {}
-    refuse_missing(setup, {path: "preferences"}, f"The demonstration's are made by: {config.command('prepare_chat.py')}")
+    refuse_missing(setup, {path: "preferences"}, f"The demonstration's: {config.command('prepare_chat.py')}",
+                   "Your own go there, in a form of those at the top of engine/rankings.py")
     train, left_out = read_rankings(path, tokenizer, context, dimensions)
     train = train[:config.max_rankings or None]
     for name in names:

@@ -19,6 +19,8 @@ from engine.manifest import folder_of, steps_of, verify
 
 LINE = {"attempt": int, "step": int, "plan": int, "world": int, "blocks": [int], "share": [int]}
 
+SETTINGS = {"block_size": int, "batch_tokens": int, "seed": int, "data_dir": str, "data_mix": dict | None}
+
 
 def path_of(run_dir, rank):
     return Path(run_dir) / "samples" / f"rank_{rank:05d}.jsonl"
@@ -82,9 +84,7 @@ def order_problems(folder):
         ("full checkpoint yet: no step is final", saved),
         ("samples/: it was run without --log_samples=True", (run / "samples").is_dir())) if not there))
     config, state = record["config"], read_json(folder_of(run, "full", saved[0]) / "state.json")
-    numbers = [config[name] for name in ("block_size", "batch_tokens", "seed")]
-    if {*map(type, numbers)} != {int} or not 0 < numbers[0] <= numbers[1] or not (
-            isinstance(config["data_dir"], str) and isinstance(config["data_mix"], dict | None)):
+    if not fits(config, SETTINGS) or not 0 < config["block_size"] <= config["batch_tokens"]:
         refuse(f"{run}/config.json is damaged: block_size, batch_tokens, seed, data_dir or data_mix can not train")
     data = open_mixture(config["data_dir"], config["data_mix"], "train", config["block_size"])
     if data.data_hash[:16] != (was := str(read_json(run / "inputs.json")["data"])[:16]):

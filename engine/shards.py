@@ -23,7 +23,7 @@ import numpy as np
 import zstandard
 
 from configurator import refuse
-from engine.files import intact, publish, read_json, write_atomic, write_json
+from engine.files import fits, intact, publish, read_json, write_atomic, write_json
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -135,6 +135,9 @@ def write_index(folder, tokenizer, splits, **origin):
 # --------------------------------------------------------------------------------------------------------------------
 # Reading tokens
 
+INDEX = {"splits": dict, "tokenizer_hash": str, "dtype": str, "vocab_size": int, "bos_id": int | None, "eos_id": int}
+SPLIT = {"n_tokens": int, "n_docs": int, "files": [{"name": str, "tokens": int, "sha256": str}],
+         "offsets": {"name": str, "sha256": str}}
 READ_AT_START = 2**28       # bytes of a split up to which its files are compared with their checksums at each start
 
 
@@ -147,11 +150,10 @@ def changed_files(folder, files):
 
 def shard_problems(folder):
     """The same about all files of a tokens/ folder."""
-    try:
-        splits = read_json(Path(folder) / "index.json")["splits"].values()
-        return changed_files(folder, [file for split in splits for file in (*split["files"], split["offsets"])])
-    except (AttributeError, TypeError) as error:
-        return [f"{folder}/index.json is damaged ({error})"]
+    splits = [*read_json(Path(folder) / "index.json", like=INDEX)["splits"].values()]
+    if not fits(splits, [SPLIT]):
+        return [f"{folder}/index.json is damaged: its splits have another form"]
+    return changed_files(folder, [file for split in splits for file in (*split["files"], split["offsets"])])
 
 
 class TokenData:
@@ -165,26 +167,19 @@ class TokenData:
         if not (self.folder / "index.json").exists():
             self.refuse("there are no token shards (no index.json)")
         self.index = read_json(self.folder / "index.json")
-        if missing := {"tokenizer_hash", "splits", "dtype", "vocab_size", "bos_id", "eos_id"} - self.index.keys():
-            self.refuse(f"index.json has no {', '.join(sorted(missing))}")
+        if wrong := [name for name, like in INDEX.items() if not fits(self.index, {name: like})]:
+            self.refuse(f"index.json is damaged or not ours: {', '.join(wrong)}")
         if tokenizer_hash is not None and tokenizer_hash != self.index["tokenizer_hash"]:
             self.refuse("the shards were made with another tokenizer than the one in use\n"
                         f"    shards     {self.index['tokenizer_hash']}\n    tokenizer  {tokenizer_hash}\n"
                         "so their ids mean nothing to it")
-        try:
-            self._open(split)
-        except (AttributeError, TypeError, ValueError) as error:
-            self.refuse(f"index.json is damaged ({error})")
-
-    def _open(self, split):
-        """The files of the split, each found to have what the index says."""
         entry = self.index["splits"].get(split)
-        if not entry or not entry["n_docs"]:
+        if entry is None or fits(entry, SPLIT) and not entry["n_docs"]:
             self.refuse(f"there are no documents in the split '{split}': raise val_fraction or give more input")
+        if not fits(entry, SPLIT) or self.index["dtype"] not in ("uint16", "uint32"):
+            self.refuse(f"index.json is damaged: the dtype, or what it says of the split '{split}'")
         self.n_tokens, self.n_docs = entry["n_tokens"], entry["n_docs"]
         self.bos_id, self.eos_id = self.index["bos_id"], self.index["eos_id"]
-        if not (isinstance(self.eos_id, int) and isinstance(self.bos_id, int | None)):
-            self.refuse(f"index.json is damaged: bos_id = {self.bos_id!r}, eos_id = {self.eos_id!r}")
         self.dtype = np.dtype(self.index["dtype"]).newbyteorder("<")
         # Not mapped: every page that was ever looked at would count as this process's memory, and a file that is cut short
         # or a disk that fails would kill it without a word.

@@ -11,7 +11,6 @@ stage done is not recorded. When all are done, out_dir/chain.json gets a hash of
 it is, another call starts no stage.
 """
 import contextlib
-import fcntl
 import glob
 import hashlib
 import json
@@ -20,15 +19,14 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from configurator import configure, read_schema, refuse
-from engine.files import FORMAT_VERSION, read_json, write_json
+from configurator import configure, read_schema
+from engine.files import FORMAT_VERSION, lock_folder, read_json, write_json
 
 STAGES = [
     ("documents", "prepare_data.py", "web archives to clean documents"),
@@ -51,30 +49,21 @@ def changed_since(moment, *folders):
                if path.name not in (".lock", "config.json", "timing.jsonl"))
 
 
-def take_turn(timing):
-    """Locks the open file `timing`, for this call and, since they get the file too, for its stages: the stage of a call
-    that ended without a word (kill -9) goes on, and is waited for."""
-    try:
-        fcntl.flock(timing, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        print(f"{Path(timing.name).parent}: another call is at work, or a stage that one left behind; waiting for it",
-              flush=True)
-        fcntl.flock(timing, fcntl.LOCK_EX)
-    except OSError:     # a file system without locks; each stage says so
-        pass
-
-
-def run(command, timing):
+def run(command, lock):
     """Runs one stage. Returns its exit status, wall seconds and CPU seconds (its workers' included)."""
-    before = os.times()
-    child = subprocess.Popen(command, pass_fds=[timing.fileno()])
-    # Ctrl-C reaches the stage by itself, since it has our terminal; a kill reaches only us, so it is passed on, SIGINT
-    # when the stage has not ended by itself in a while. Either way we stay until it has, to record what it took.
-    later = threading.Timer(3, child.terminate)
-    later.daemon = True
-    old = {signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None if later.ident else later.start()),
+    before, asked = os.times(), []
+    child = subprocess.Popen(command, pass_fds=[lock.fileno()])
+    # A kill reaches only us, so it is passed on. Ctrl-C reaches the stage too, since it has our terminal; SIGINT sent to
+    # us does not: a stage that still runs a while later is told. Either way we stay until it has ended, to record what
+    # it took.
+    old = {signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: asked.append(time.monotonic())),
            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: child.terminate())}
-    status = child.wait()
+    while (status := child.poll()) is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(1)
+        if asked and time.monotonic() - asked[0] > 3:
+            child.terminate()
+            asked.clear()
     for number, handler in old.items():
         signal.signal(number, handler)
     after = os.times()
@@ -112,12 +101,8 @@ def main(arguments):
     # train.py's keys, by its name only: importing it would import torch.
     config = configure({"__file__": str(ROOT / "train.py"), "__doc__": __doc__}, arguments)
     out = Path(config.out_dir)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        timing = open(out / "timing.jsonl", "a", buffering=1, encoding="utf-8")
-    except OSError as error:
-        refuse(f"cannot write into {out}: {error.strerror}. Choose another --out_dir.")
-    take_turn(timing)
+    # The stages get the lock too: the stage of a call that ended without a word (kill -9) goes on, and is waited for.
+    lock = lock_folder(out / "chain", wait=True)
     begin, record = time.time(), out / "chain.json"
     done = read_json(record, {}).get("standing") == standing(arguments)
     for number, (stage, script, sentence) in enumerate(STAGES, 1):
@@ -125,14 +110,14 @@ def main(arguments):
             print(f"{number}/{len(STAGES)}  {script}: already done")
             continue
         print(f"\n=== {number}/{len(STAGES)}  {script}: {sentence}", flush=True)
-        os.utime(timing.fileno())     # the file system's own clock, which may lag behind time.time()
-        start = os.stat(timing.fileno()).st_mtime
+        os.utime(lock.fileno())     # the file system's own clock, which may lag behind time.time()
+        start = os.stat(lock.fileno()).st_mtime
         command = [sys.executable, str(ROOT / script), *words_for(script, arguments)]
-        status, wall, cpu = run(command, timing)
+        status, wall, cpu = run(command, lock)
         if stage != "report" and changed_since(start, config.data_dir, out):
             line = {"format_version": FORMAT_VERSION, "stage": stage, "wall_seconds": round(wall, 2),
                     "cpu_seconds": round(cpu, 2), "exit": status}
-            with contextlib.suppress(OSError):     # a full disk was said
+            with contextlib.suppress(OSError), open(out / "timing.jsonl", "a") as timing:     # a full disk was said
                 timing.write(json.dumps(line) + "\n")
         if status:
             again = shlex.join(["bash", "runs/demo.sh", *sys.argv[1:]])

@@ -101,7 +101,8 @@ def test_what_differs_between_two_runs(data, tmp_path, capsys, monkeypatch):
         train(data, tmp_path / name, *settings, *more)
     assert run(capsys, f"--diff={tmp_path}/one,{tmp_path}/same") == (0, "nothing found\n")
     code, said = run(capsys, f"--diff={tmp_path}/one,{tmp_path}/other")
-    assert code == 1 and "pretrain: learning_rate: 0.003, 0.001" in said
+    assert code == 1 and said.startswith(f"first {tmp_path}/one, then {tmp_path}/other:\n")
+    assert "pretrain: learning_rate: 0.003, 0.001" in said
     assert "pretrain: log_every (changes no result): 1, 2" in said and "out_dir" not in said
     assert "log: different from step 1 on:" in said and "lr 0.003, 0.001" in said
 
@@ -127,7 +128,7 @@ def test_what_differs_between_two_runs(data, tmp_path, capsys, monkeypatch):
     (run_of("same") / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in lines))
     code, said = run(capsys, f"--diff={run_of('one')},{run_of('same')}")
     found = said.splitlines()
-    assert code == 1 and len(found) == 7, said
+    assert code == 1 and len(found) == 8, said
     assert any(line.startswith("content of data: ") and line.endswith("'others'") for line in found)
     assert any(line.startswith("commit: ") and line.endswith("'c0ffee'") for line in found)
     assert any(line.startswith("version of torch: ") and line.endswith("'9.9'") for line in found)

@@ -159,7 +159,7 @@ def test_the_command_that_continues_can_be_pasted(repo):
 @pytest.mark.parametrize("number, to_group, status", [(signal.SIGTERM, False, 143), (signal.SIGINT, True, 130),
                                                       (signal.SIGINT, False, 143)])
 def test_interrupted_chain_takes_its_stage_along(repo, number, to_group, status):
-    """A kill reaches the chain alone, whatever its number, Ctrl-C everything that runs in the terminal."""
+    """A kill reaches the chain alone, Ctrl-C everything that runs in the terminal; SIGINT may reach either."""
     (repo / "slow").write_text("sft")
     chain = subprocess.Popen([sys.executable, "runs/chain.py"], cwd=repo, env={**os.environ, "PYTHONPATH": str(repo)},
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -184,7 +184,7 @@ def test_a_stage_that_a_killed_chain_leaves_behind_is_waited_for(repo):
     killed.kill()
     killed.wait()
     second = start()
-    assert second.stdout.readline() == "out/demo: another call is at work, or a stage that one left behind; waiting for it\n"
+    assert second.stdout.readline().startswith(f"out/demo/chain is in use by process {killed.pid} on ")
     assert not (repo / "out/demo/sft/done").exists()
     (repo / "slow").unlink()
     printed = second.communicate(timeout=60)[0]

@@ -540,3 +540,19 @@ def test_all_bad_settings_are_named_at_once(world, capsys):
     with pytest.raises(SystemExit):
         world("out", "--replay=0.1")
     assert "no pretraining text to replay" in capsys.readouterr().err
+
+
+def test_what_is_missing_is_said_with_what_helps(tmp_path, capfd):
+    """Of a file that was named it is enough to say that it is not there."""
+    def lacking(*words):
+        with pytest.raises(SystemExit) as stopped:
+            sft.main(configure(vars(sft), [f"--data_dir={tmp_path}/data", f"--out_dir={tmp_path}/out", "--device=cpu",
+                                           "--threads=1", *words]))
+        assert stopped.value.code == 2
+        return capfd.readouterr().err
+    said = lacking()
+    assert said.count("does not exist") == 3 and "prepare_chat.py" in said and "--init_from=DIR" in said
+    said = lacking(f"--conversations={tmp_path}/a", f"--val_conversations={tmp_path}/b", f"--init_from={tmp_path}/c")
+    assert said.count("does not exist") == 3 and len(said.splitlines()) == 3
+    said = lacking(f"--conversations={tmp_path}/a", f"--val_conversations={tmp_path}/b", "--replay=0.1")
+    assert "prepare_chat.py" not in said and "prepare_data.py" in said and "train.py" in said

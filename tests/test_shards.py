@@ -132,10 +132,12 @@ def test_changed_bytes_are_found(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("change, word", [
-    (lambda index: index.clear() or index.update(files=[]), "index.json has no"),
+    (lambda index: index.clear() or index.update(files=[]), "splits, tokenizer_hash, dtype, vocab_size, bos_id, eos_id"),
     (lambda index: index.update(splits=[]), "damaged"),
     (lambda index: index.update(dtype="nothing"), "damaged"),
-    (lambda index: index["splits"].update(train={"files": []}), "'n_docs'"),
+    (lambda index: index["splits"].update(train={"files": []}), "damaged"),
+    (lambda index: index.update(eos_id=True), "damaged or not ours: eos_id"),
+    (lambda index: index["splits"]["train"].update(n_docs=True), "damaged"),
     (lambda index: index["splits"]["train"].update(files=[]), "damaged: n_tokens"),
     (lambda index: index["splits"]["train"].update(files=[5]), "damaged"),
     (lambda index: index["splits"]["train"].update(n_tokens=7), "damaged: n_tokens = 7"),
