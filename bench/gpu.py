@@ -155,7 +155,7 @@ def row_of(cell, left, small=False, steps=1):
 def main(config):
     if config.cell:
         return measured(*json.loads(config.cell), config.tiny, config.steps)
-    began, rows, device = time.monotonic(), [], None
+    began, device = time.monotonic(), None
     print("| work | sequences at a time | ms a step | tokens/s | MFU | peak GiB | planned GiB, eager (its share of the peak) |\n"
           "|---|---|---:|---:|---:|---:|---:|", flush=True)
     for cell in CELLS:
