@@ -6,7 +6,8 @@ What it costs that ranks talk: a step of train.py in several layouts beside the 
 
 All layouts train the same model on the same tokens of a step, in turns. `alone`: each rank takes its share of the
 sequences and nobody waits for anybody, so the same arithmetic loads the machine (tp and pp share out the model and not
-the sequences). Counted are the collectives of one rank in a step, and the bytes of the whole tensors in them.
+the sequences). Counted are the collectives of one rank in a step, and the bytes of the whole tensors in them; `early` are
+those of gradients that begin while the backward pass still computes others.
 """
 import statistics
 import sys
@@ -46,7 +47,7 @@ def keys_of(name, world):
 
 
 def step_of(name, config, setup):
-    """A function that does a step of train.py in that layout: -> the loss."""
+    """A function that does a step of train.py in that layout, -> the loss; and the model's embedding."""
     words = [f"--{key}={value}" for key, value in keys_of(name, setup.world).items()]
     asked = configure(vars(train), [*words, f"--batch_tokens={config.sequences * 256}", f"--micro_batch_size={config.micro}",
                                     *(f"--{key}={value}" for key, value in SHAPE.items())])
@@ -72,7 +73,7 @@ def step_of(name, config, setup):
             optimizer.step()
             optimizer.zero_grad(set_to_none=not mine.layout.in_buckets)
         return total[0].item()
-    return step
+    return step, getattr(module.model, "embed_tokens", None)
 
 
 def main(config):
@@ -80,20 +81,21 @@ def main(config):
     if setup.world == 1:
         refuse("one process talks to nobody: torchrun --nproc_per_node=2 bench/parallel.py")
     names = ["alone", *config.layouts]
-    works, met = {name: step_of(name, config, setup) for name in names}, {}
+    works, met, early = {}, {}, {}
     for name in names:
+        works[name], first = step_of(name, config, setup)
         works[name]()                       # compiles, and makes the moments
-        with Met() as counted:
+        with Met(first) as counted:
             works[name]()
-        met[name] = counted.counts
+        met[name], early[name] = counted.counts, counted.early
     times = in_turns(works, config.rounds, setup.device, warm_up=1)
     setup.say(f"torch {torch.__version__}, {setup.world} processes on {setup.device.type}, {setup.threads} threads each, "
               f"{str(setup.dtype)[6:]}; 14 million parameters, {config.sequences} x 256 tokens a step\n\n"
-              "| layout | ms | time / alone | all-gathers | reduce-scatters | all-reduces | MB |\n|---|---:|---:|---:|---:|---:|---:|")
+              "| layout | ms | time / alone | all-gathers | reduce-scatters | all-reduces | early | MB |\n|---|---:|---:|---:|---:|---:|---:|---:|")
     for name in names:
         counts = [met[name].get(kind, (0, 0)) for kind in ("allgather", "reduce_scatter", "allreduce")]
         often = " | ".join(str(count) for count, _ in counts)
-        setup.say(f"| {name} | {1000 * statistics.median(times[name]):.0f} | {ratio(times, name, 'alone'):.2f} | {often} | "
+        setup.say(f"| {name} | {1000 * statistics.median(times[name]):.0f} | {ratio(times, name, 'alone'):.2f} | {often} | {early[name]} | "
                   f"{sum(size for _, size in met[name].values()) / 1e6:.0f} |")
     parallel.finish(setup)
 

@@ -42,11 +42,23 @@ def ratio(times, name, peer):
 
 
 class Met(TorchDispatchMode):
-    """While it is entered, counts what the ranks exchange: {kind: [how often, bytes of the whole tensors]} in .counts."""
+    """While it is entered, counts what the ranks exchange: {kind: [how often, bytes of the whole tensors]} in .counts. Of
+    gradients' sums, `early` counts those that begin before the backward pass has come to `first`, the model's first
+    layer: they travel while the rest is computed."""
 
-    def __init__(self):
+    def __init__(self, first=None):
         super().__init__()
-        self.counts = {}
+        self.counts, self.early, self.under_way = {}, 0, False
+        self.hook = first and first.register_forward_hook(self.forward_begins)
+
+    def forward_begins(self, module, given, output):
+        self.under_way = True
+        output.register_hook(lambda gradient: setattr(self, "under_way", False))
+
+    def __exit__(self, *error):
+        if self.hook:
+            self.hook.remove()
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
@@ -55,4 +67,5 @@ class Met(TorchDispatchMode):
             sizes = [leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             often, size = self.counts.get(kind, (0, 0))
             self.counts[kind] = [often + 1, size + max(sizes, default=0)]
+            self.early += self.under_way and kind in ("reduce_scatter", "allreduce")
         return func(*args, **(kwargs or {}))

@@ -90,11 +90,11 @@ def steps(config, setup, count=3, overflow=None):
     for number in range(count):
         shares = list(zip(*(parallel.my_share(part, layout.micro, setup) for part in step_data(number))))
         bad = overflow == number and setup.rank == 1
-        counting = Met() if number == 0 else contextlib.nullcontext()
+        counting = Met(getattr(module.model, "embed_tokens", None)) if number == 0 else contextlib.nullcontext()
         with mock.patch.object(script, "losses_of", overflowing if bad else losses_of), counting:
             total = script.forward_backward(model, shares, config, ENDS, setup, [], scaled.value)
         if number == 0:
-            found["met"] = {kind: often for kind, (often, _) in counting.counts.items()}
+            found["met"] = {kind: often for kind, (often, _) in counting.counts.items()} | {"early": counting.early}
             found["gradients"] = gather(lambda p: p.grad)
         norm = clip(model.parameters(), 0.1, setup, scaled.value)
         if number == 0:

@@ -77,11 +77,13 @@ def test_parallel_equals_serial(stepped, processes):
 
 def test_collectives_of_a_step(stepped):
     """4 units (3 blocks and the rest) and 3 micro-batches; ZeRO-3 gathers blocks forward and backward, the rest once. Two
-    all-reduces are the sums of weights and losses; DDP has one bucket."""
+    all-reduces are the sums of weights and losses; DDP has one bucket. Gradients of blocks travel while those of the blocks
+    before them are computed: early are all but the rest's."""
     met = {name: results(stepped(2), name, 2)[0]["met"] for name in ("ddp", "zero1", "zero2", "zero3")}
-    assert met == {"ddp": {"allreduce": 3}, "zero1": {"allgather": 4, "reduce_scatter": 4, "allreduce": 2},
-                   "zero2": {"allgather": 4, "reduce_scatter": 4 * 3, "allreduce": 2},
-                   "zero3": {"allgather": (3 + 3 + 1) * 3, "reduce_scatter": 4 * 3, "allreduce": 2}}
+    assert met == {"ddp": {"allreduce": 3, "early": 0},
+                   "zero1": {"allgather": 4, "reduce_scatter": 4, "allreduce": 2, "early": 3},
+                   "zero2": {"allgather": 4, "reduce_scatter": 4 * 3, "allreduce": 2, "early": 3 * 3},
+                   "zero3": {"allgather": (3 + 3 + 1) * 3, "reduce_scatter": 4 * 3, "allreduce": 2, "early": 3 * 3}}
 
 
 def test_an_overflow_on_one_rank_is_skipped_on_all(stepped):
