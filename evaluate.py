@@ -42,8 +42,8 @@ from engine.run import fingerprint
 from engine.shards import TokenData, begins_of
 from engine.tokenizer import Tokenizer
 
-data_dir = "data/demo"
-out_dir = "out/demo"
+data_dir = "data/demo"          # its tokens/ and chat/ hold what is asked
+out_dir = "out/demo"            # the run whose models are measured
 models = "pretrain,sft,ppo"     # stages of out_dir or model folders, separated by commas; stages not there are left out
 probes = ""                     # file of {"prompt": text, "expected": text}, one a line; empty: config/probes.jsonl
 seed = 1                        # of the sampled remarks
@@ -53,12 +53,12 @@ batch_size = 64                 # windows, or prompts, at a time
 questions = 60                  # per kind
 remarks = 100                   # sampled answers to held-out remark prompts
 continuations = 16              # held-out pages that are continued
-continuation_tokens = 96
+continuation_tokens = 96        # how long the continuations are
 max_new_tokens = 64             # for an answer
 compare_xz = True               # compress the same text with xz, alone and after the training text
-device = "auto"
-dtype = "auto"
-threads = 0
+device = "auto"                 # 'auto', 'cpu' or 'cuda'
+dtype = "auto"                  # of matrix products: 'auto' (bf16 where the machine has it), 'bf16', 'fp32'
+threads = 0                     # of a CPU; 0: its cores, divided by the processes
 
 STAGES = ("pretrain", "sft", "ppo", "dpo")             # folders of out_dir with a language model
 LEAD = 0.30                     # above the best baseline: generalised

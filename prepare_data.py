@@ -83,7 +83,7 @@ mask_personal = False             # e-mail and IP addresses give way to stand-in
 contaminated: tuple[str] = ()     # evaluation files: pages that share 13 words in a row with them
 contaminated_drop = True          # are dropped; False: only counted
 perplexity_text = ""              # a file of clean text: a small model of it measures every page
-perplexity_percentile = 100.0     # the share of pages that is kept, the least surprising first
+perplexity_percentile = 100.0     # of the pages so many per cent are kept, the least surprising first
 minhash_threshold = 0.85          # resemblance from which a page is a near-duplicate; 0: exact duplicates only
 minhash_bands = 16                # more bands: more pairs are compared
 minhash_rows = 8                  # in each band; bands x rows = 128 hash functions

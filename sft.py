@@ -9,7 +9,7 @@ Instruction tuning: conversations and a pretrained model in, a model that answer
 Two stages, general and then of one's field, where the second keeps a fifth of the first and a tenth of plain text:
 
     python sft.py --init_from=DIR --conversations=ALL.jsonl --val_conversations=ALL_VAL.jsonl --out_dir=out/general
-    python sft.py --init_from=out/general/sft --conversations_mix="{'FIELD.jsonl': 0.8, 'ALL.jsonl': 0.2}" --replay=0.1 \
+    python sft.py --init_from=out/general/sft --conversations_mix="{'FIELD.jsonl': 0.8, 'ALL.jsonl': 0.2}" --replay=0.1 \\
         --val_conversations=FIELD_VAL.jsonl --out_dir=out/field
 
 A file of conversations has one JSON object a line,
@@ -63,14 +63,14 @@ from model import Llama
 from techniques import adapters, distill, lora
 
 # data and folders
-data_dir = "data/demo"
-out_dir = "out/demo"
+data_dir = "data/demo"          # its chat/ holds the conversations
+out_dir = "out/demo"            # reads out_dir/pretrain, writes into out_dir/sft
 init_from = ""                  # folder of the model to tune, of a run or from elsewhere; empty: out_dir/pretrain
 conversations = ""              # training file; empty: data_dir/chat/conversations_train.jsonl
 conversations_mix: dict | None = None   # several files and their shares of an epoch's conversations, {'a.jsonl': 0.7, ...}
 val_conversations = ""          # held-out file; empty: data_dir/chat/conversations_val.jsonl
 replay = 0.0                    # share of the trained tokens that is pretraining text, of data_dir/tokens
-seed = 1
+seed = 1                        # of the order, and of all that is drawn
 max_length: int | None = None   # tokens of a conversation; None: the model's context
 rope_scaling: dict | None = None    # for a max_length beyond the model's context, as in train.py
 template = ""                   # form of conversations, of engine/chat.py's FORMS; empty: the tokenizer's own
@@ -81,7 +81,7 @@ micro_batch_size = 32           # conversations per process and forward pass; th
 batching = "padded"             # 'padded' rows, 'buckets' of a token budget, or 'packed' rows, see engine/packing.py
 micro_tokens = 4096             # the budget: positions per process and forward pass; the result is the same for any
 window = 16                     # steps whose conversations are sorted by length together; 1: no sorting, if packed
-epochs = 1
+epochs = 1                      # passes over the conversations
 max_steps: int | None = None    # None: all steps of the epochs
 learning_rate = 1e-3            # peak
 matrix_learning_rate = 0.0      # above 0: Muon for the layers' matrices with this peak, AdamW for the rest
@@ -89,33 +89,33 @@ schedule = "cosine"             # 'cosine', 'linear' or 'constant'
 warmup_steps: int | None = None # None: 0.4 % of the steps, at most 2000, at least a tenth of a short run
 final_lr = 0.1                  # the last step's learning rate, as a share of the peak
 weight_decay = 0.0              # a short run from good weights has little to forget
-beta1 = 0.9
-beta2 = 0.95
-grad_clip = 1.0
-dropout = 0.0
-attention = "flash"
+beta1 = 0.9                     # of AdamW
+beta2 = 0.95                    # likewise
+grad_clip = 1.0                 # largest joint norm of all gradients; 0: measured only
+dropout = 0.0                   # on the sublayers' outputs
+attention = "flash"             # 'flash' or 'fp32', as in train.py
 loss_chunk = 0                  # so many targets' logits in memory at a time; 0: those of the whole micro-batch
 recompute = "none"              # activations in the backward pass: 'none', 'selective' or 'full', as in train.py
 # LoRA (techniques/lora.py): the weights stay, and a difference of low rank is learned; 3 to 10 x the learning rate
-lora_rank = 0                   # 0: all weights are tuned
+lora_rank = 0                   # above 0: LoRA, a difference of that rank is learned; 0: all weights are tuned
 lora_alpha = 16.0               # the difference is multiplied by alpha / rank
-lora_dropout = 0.0
+lora_dropout = 0.0              # of what the difference reads
 lora_targets: tuple[str] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 adapter_size = 0                # above 0: instead of LoRA, bottlenecks of that width (techniques/adapters.py)
 # Distillation (techniques/distill.py): a larger model of the same tokenizer says what else could have stood there
-teacher = ""                    # its folder; empty: none
+teacher = ""                    # folder of a larger model of the same tokenizer, to learn from as well; empty: none
 teacher_weight = 0.5            # share of the loss that is the divergence from the teacher
 teacher_temperature = 2.0       # both are softened by it
 teacher_attention = 0.0         # above 0: what its last layer looks at is learned too, with this weight
 # looking and saving
 show = 0                        # print this many conversations with their loss weights, and end
-eval_every = 100
+eval_every = 100                # steps
 eval_conversations = 256        # of the held-out file, always the same ones
 eval_answers = 32               # so many of them are answered before and after the tuning; 0: no such comparison
 answer_format = ""              # regular expression that an answer as a whole should match
-log_every = 10
-save_light = 1000
-save_full = 100
+log_every = 10                  # steps
+save_light = 1000               # steps between light checkpoints
+save_full = 100                 # steps between full ones
 keep = 1                        # newest checkpoints of each kind that are kept; 0: all
 keep_best = 1                   # light ones that are kept beyond those, for the lowest held-out loss
 max_bad_steps = 10              # so many skipped steps in a row end the run
@@ -124,11 +124,11 @@ spike_z = 6.0                   # standard deviations above the mean of the rece
 spike_norm = 0.0                # after the warm-up a norm above this is a leap as well; 0: no matter
 spike_window = 128              # recent norms: those of so many steps
 # the machine
-device = "auto"
-dtype = "auto"
+device = "auto"                 # 'auto', 'cpu' or 'cuda'
+dtype = "auto"                  # of matrix products: 'auto' (bf16 where the machine has it), 'bf16', 'fp32'
 compile = False                 # torch.compile, per block; pays in a run of more than some hundred steps
-deterministic: bool | None = None
-threads = 0
+deterministic: bool | None = None   # same bits in every run; None: on a CPU yes
+threads = 0                     # of a CPU; 0: its cores, divided by the processes
 # several processes, as in train.py
 parallel = "ddp"                # 'ddp': every rank holds everything; 'fsdp': states are sharded over the ranks
 zero = 3                        # under fsdp: 1 the optimizer's states, 2 also gradients, 3 also weights

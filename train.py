@@ -55,11 +55,11 @@ from techniques import distill
 # data and folders
 data_dir = "data/demo"          # tokenizer and token shards
 data_mix: dict | None = None    # shards of several folders and their weights, {'data/a': 0.7, 'data/b': 0.3}; data_dir's tokenizer
-out_dir = "out/demo"
+out_dir = "out/demo"            # everything is written into out_dir/pretrain
 init_from = ""                  # a model folder to start from instead of random weights; its shape is taken over
 resume_from = ""                # a full checkpoint of another run, to continue from until this run has one of its own
 trust_state = False             # read it although it lies outside out_dir: it can run any code that its writer put in
-seed = 1
+seed = 1                        # of weights, order and dropout
 # the model
 n_layer = 6
 n_head = 6
@@ -93,12 +93,12 @@ schedule = "cosine"             # 'cosine', 'linear' or 'constant'
 warmup_steps: int | None = None # None: 0.4 % of max_steps, at most 2000, at least a tenth of a short run
 final_lr = 0.1                  # the last step's learning rate, as a share of the peak
 weight_decay = 0.1              # on matrices and embeddings; never on the norms' gains
-beta1 = 0.9
-beta2 = 0.95
+beta1 = 0.9                     # of AdamW
+beta2 = 0.95                    # likewise
 adam_eps = 1e-8                 # added to the root of the second moment; Llama 2: 1e-5
 grad_clip = 1.0                 # largest joint norm of all gradients; 0: measured only
 # distillation (techniques/distill.py): a larger model of the same tokenizer says what else could have stood there
-teacher = ""                    # its folder; empty: none
+teacher = ""                    # folder of a larger model of the same tokenizer, to learn from as well; empty: none
 teacher_weight = 0.5            # share of the loss that is the divergence from the teacher
 teacher_temperature = 2.0       # both are softened by it
 teacher_attention = 0.0         # above 0: what its last layer looks at is learned too, with this weight

@@ -1,6 +1,6 @@
 """
 One GPU, what it reaches and what it holds: MFU of three sizes, compiled or not, with and without activations computed anew,
-kinds of attention, and memory beside the plan's. Prints tables in Markdown for the README.
+kinds of attention, and memory beside the plan's. Prints tables in Markdown for bench/README.md.
 
     python bench/gpu.py                 under 6 minutes on an H100 or H200
     python bench/gpu.py --tiny=True     the same cells with models of nothing, on a CPU in a minute or two

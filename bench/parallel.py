@@ -27,7 +27,7 @@ from engine.optim import clip, optimizers_of
 from model import Llama, ModelConfig
 from timing import Met, in_turns, ratio
 
-layouts = ["ddp", "zero1", "zero2", "zero3"]        # and tp, pp
+layouts: list[str] = ["ddp", "zero1", "zero2", "zero3"]      # and tp, pp
 sequences = 16                  # of a step, over all ranks, 256 tokens each
 micro = 4                       # of a micro-batch
 rounds = 7

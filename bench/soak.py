@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from configurator import configure
 from engine.manifest import folder_of, steps_of, verify
-from engine.monitor import read_lines
+from engine.monitor import records_of
 from faults import Launched, make_data, processes, stage
 from test_faults import SKIP, same_end
 
@@ -61,11 +61,11 @@ def main(config):
         run = Launched(folder / "data", out, *KEYS)
         moment = rng.uniform(0, config.longest)
         log = out / "pretrain" / "log.jsonl"
-        before = len(read_lines(log))
-        if done < config.kills and run.until(lambda: len(read_lines(log)) > before and run.pids) and not run.until(
+        before = len(records_of(log))
+        if done < config.kills and run.until(lambda: len(records_of(log)) > before and run.pids) and not run.until(
                 lambda: False, moment) and run.poll() is None:
             fault = rng.choices(list(FAULTS), FAULTS.values())[0]
-            at, known = read_lines(log)[-1]["step"], set(steps_of(out / "pretrain", "full"))
+            at, known = records_of(log)[-1]["step"], set(steps_of(out / "pretrain", "full"))
             saving = stage(out, known)
             strike(run, fault, rng)
             done += 1
@@ -78,7 +78,7 @@ def main(config):
         if code:
             raise SystemExit(f"a run that nobody disturbed ended with {code}\n{said}")
         finished, equal = finished + 1, equal + same_end(out, whole)
-        print(f"     run {finished} has come to its end after {len({r['attempt'] for r in read_lines(log)})} attempts: "
+        print(f"     run {finished} has come to its end after {len({r['attempt'] for r in records_of(log)})} attempts: "
               + ("the same weights and losses" if same_end(out, whole) else f"OTHER WEIGHTS, see {out}"), flush=True)
     print(f"{done} accidents, {finished} runs finished, {equal} of them equal to the undisturbed one, bit for bit")
     raise SystemExit(finished != equal)

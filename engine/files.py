@@ -137,6 +137,15 @@ def read_json(path, missing=None, like={}):
     return obj
 
 
+def json_lines(path):
+    """What stands in the lines of a .jsonl file, nothing when there is none; a line that a kill or a full disk cut short, or
+    that is damaged otherwise, is left out."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                yield json.loads(line)
+
+
 def read_saved(path):
     """The dict that Config.save wrote to `path`; refuses what has another form."""
     return read_json(path, like={"script": str, "config": dict, "versions": dict, "environment": dict})

@@ -4,7 +4,6 @@ What a run tells: one line a logged step in log.jsonl, the same numbers for Tens
 log.jsonl is the record; everything that draws or diagnoses reads that file only. A run that was interrupted goes over
 some steps again: every line carries `attempt`, and read_log leaves out what a later attempt went over.
 """
-import contextlib
 import json
 import sys
 import time
@@ -14,7 +13,7 @@ from tqdm import tqdm
 
 from configurator import refuse
 from engine.alarms import Alarms
-from engine.files import FORMAT_VERSION, open_to_append, plain
+from engine.files import FORMAT_VERSION, fits, json_lines, open_to_append, plain
 
 
 class Monitor:
@@ -91,19 +90,9 @@ def flat(numbers, prefix=""):
             yield prefix + name, value
 
 
-def read_lines(path):
-    """The records of a .jsonl file, none when it is missing; what a kill or a full disk cut short is left out."""
-    records = []
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines() if Path(path).exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            records.append(json.loads(line))
-    return records
-
-
 def records_of(path):
     """Of the lines of a log those that are records of a step: a damaged one must not keep a run from going on."""
-    return [record for record in read_lines(path) if isinstance(record, dict)
-            and all(type(record.get(name)) is int for name in ("attempt", "step"))]
+    return [record for record in json_lines(path) if fits(record, {"attempt": int, "step": int})]
 
 
 def read_log(run_dir):

@@ -5,7 +5,6 @@ What a run really read: the sample log, and the proof that it is what was planne
 
 Each rank writes its own file, only ever at the end, a line in one write: a kill leaves half a line at most.
 """
-import contextlib
 import functools
 import json
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import refuse
-from engine.files import FORMAT_VERSION, fits, open_to_append, read_json, read_saved
+from engine.files import FORMAT_VERSION, fits, json_lines, open_to_append, read_json, read_saved
 from engine.loader import open_mixture, plan_step
 from engine.manifest import folder_of, steps_of, verify
 
@@ -50,17 +49,13 @@ def log_sample(file, attempt, done, plan, blocks, setup):
 
 def read_samples(path):
     """{step: line} of one rank: of each step the last line, and none that a later line went back behind. What is no
-    such line is left out: half of one, where a run was killed, or a damaged one."""
+    such line is left out."""
     lines = {}
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        for text in file:
-            with contextlib.suppress(ValueError, RecursionError):
-                line = json.loads(text)
-                if not fits(line, LINE) or len(line["share"]) != 2 or min(line["share"][1], line["world"]) < 1:
-                    continue
-                while lines and next(reversed(lines)) >= line["step"]:
-                    lines.popitem()
-                lines[line["step"]] = {**line, "blocks": np.array(line["blocks"])}
+    for line in json_lines(path):
+        if fits(line, LINE) and len(line["share"]) == 2 and min(line["share"][1], line["world"]) >= 1:
+            while lines and next(reversed(lines)) >= line["step"]:
+                lines.popitem()
+            lines[line["step"]] = {**line, "blocks": np.array(line["blocks"])}
     return lines
 
 

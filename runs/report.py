@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configurator import configure
-from engine.files import fits, read_json, write_atomic, write_json
-from engine.monitor import read_lines, read_log
+from engine.files import fits, json_lines, read_json, write_atomic, write_json
+from engine.monitor import read_log
 from prepare.audit import waterfall
 
 data_dir = "data/demo"
@@ -46,7 +46,7 @@ def read_timing(path):
     """{stage: (wall seconds, CPU seconds)}: the calls of a stage up to the one that finished it count together."""
     sums, finished = {}, {}
     seconds = (int, float)
-    for call in read_lines(path):
+    for call in json_lines(path):
         if not fits(call, {"stage": str, "wall_seconds": seconds, "cpu_seconds": seconds, "exit": int}):
             continue
         wall, cpu = sums.get(call["stage"], (0, 0))

@@ -41,16 +41,16 @@ conversations = ""              # file of conversations to say in other words
 models: tuple[str] = ()         # folders of the models that do so
 prompts: tuple[str] = ("Say this in other words: {text}",)
 copies = 1                      # other words for each of them
-temperature = 0.8
-max_new_tokens = 128
+temperature = 0.8               # of the sampled words
+max_new_tokens = 128            # longest message, in tokens
 against: tuple[str] = ()        # files of conversations for evaluation, of which nothing may be made
 near = 0.8                      # of two that share so much the later one is left out; above 1: none
 out = ""                        # file to be written
-batch_size = 32
-device = "auto"
-dtype = "auto"
-threads = 0
-seed = 1
+batch_size = 32                 # messages at a time
+device = "auto"                 # 'auto', 'cpu' or 'cuda'
+dtype = "auto"                  # of matrix products: 'auto' (bf16 where the machine has it), 'bf16', 'fp32'
+threads = 0                     # of a CPU; 0: its cores, divided by the processes
+seed = 1                        # the same seed, the same words
 
 
 def read_table(path):

@@ -9,7 +9,7 @@ import train as script
 from configurator import configure, git_commit
 from engine import hf
 from engine.manifest import verify
-from engine.monitor import read_lines, read_log
+from engine.monitor import read_log, records_of
 from engine.optim import adamw, clip, lr_at, set_lr, warmup_length
 from engine.shards import TokenData, n_blocks, step_blocks
 from programs import Program
@@ -20,7 +20,7 @@ from test_train import SHAPE, command, data, launch, losses, same, train, weight
 def kill_all_after(data, out, step, *extra, processes):
     """Starts a run and sends kill -9 to all its processes once its log has `step`; -> the last one it has."""
     program = Program(*command(data, out, *extra), processes=processes)
-    last = lambda: max((record["step"] for record in read_lines(out / "pretrain" / "log.jsonl")), default=0)
+    last = lambda: max((record["step"] for record in records_of(out / "pretrain" / "log.jsonl")), default=0)
     program.until(lambda: last() >= step)
     program.kill()
     return last()
