@@ -110,6 +110,8 @@ def wrong_pattern(pattern):
     reasons = {
         "the pattern has a possessive count, like {1,3}+, which engines read differently":
             re.search(r"\{\d*,?\d*\}\+", pattern),
+        "the pattern has ^ or $, for some engines the ends of the text and for others of each line":
+            re.search(r"[$^]", re.sub(r"\\.|\[(?:\\.|[^\\\]])*\]", "", pattern)),
         f"the pattern passes over some characters, which would be lost: {''.join(dict.fromkeys(left))[:20]!r}": left,
         "the pattern matches where nothing is": cut.fullmatch(""),
     }
@@ -264,8 +266,8 @@ class Tokenizer:
             if part in allowed:
                 ids.append(self.specials[part])
             elif self.words:
-                for span in self._words.split(self._normal(part)):
-                    ids += [self.words[span]] if span in self.words else self._encode(span)
+                for span in self._words.split(valid_unicode(part)):        # before NFC, which could make a word
+                    ids += [self.words[span]] if span in self.words else self._encode(self._normal(span))
             else:
                 ids += self._encode(self._normal(part))
         return ids + [self.eos_id] if eos else ids
@@ -300,7 +302,7 @@ class Tokenizer:
         if not self.nfc or text.isascii():
             return text
         parts = self._words.split(text) if self.words else [text]      # no accent reaches over a word's border
-        return "".join(map(nfc, parts))
+        return "".join(part if part in self.words else nfc(part) for part in parts)
 
     def clean(self, text):
         """The text that encode reads: with lone surrogates as U+FFFD; where the tokenizer wants it, in NFC; and without
@@ -330,10 +332,10 @@ class Tokenizer:
 
     def decode_bytes(self, ids, skip_special=True):
         """The bytes that the ids stand for. One token may be half a character: to show text while it is being
-        generated, feed these bytes to an incremental UTF-8 decoder. An id beyond the vocabulary stands for nothing: a
+        generated, feed these bytes to an incremental UTF-8 decoder. An id outside the vocabulary stands for nothing: a
         model may have more rows than its tokenizer has tokens, and until it is trained it says them."""
         bytes_of = self.token_bytes if skip_special else self._named_bytes
-        return b"".join([bytes_of[id] for id in map(int, ids) if id < self.vocab_size])
+        return b"".join([bytes_of[id] for id in map(int, ids) if 0 <= id < self.vocab_size])
 
     def decode(self, ids, skip_special=True, begins=True):
         """Text; bytes that are not UTF-8 (half a character, say) come out as U+FFFD. begins: a text begins with them,
@@ -351,13 +353,17 @@ class Tokenizer:
         yield utf8.decode(b"", final=True)
 
     def offsets(self, ids):
-        """(decode(ids), for each id the place in it of the character in which its bytes begin)."""
-        places, characters = [], -len(self.prefix)
-        for id in map(int, ids):
-            data = self.decode_bytes([id])
-            places.append(max(0, characters - (0x80 <= (data or b" ")[0] < 0xC0)))
-            characters += sum(not 0x80 <= byte < 0xC0 for byte in data)
-        return self.decode(ids), places
+        """(decode(ids), for each id the place in it of the character in which its bytes begin). Of a surrogate's three
+        bytes, which are no UTF-8, the second is told to stand at the first."""
+        utf8, text = codecs.getincrementaldecoder("utf-8")("replace"), self.decode(ids)
+        begun = len(text) - len(self.decode(ids, begins=False))         # characters, less those that decode takes away
+        places = []
+        for data in (self.decode_bytes([id]) for id in ids):
+            begun -= bool(utf8.getstate()[0])                           # half of one counts as soon as it has begun
+            begun += len(utf8.decode(data[:1]))
+            places.append(max(0, begun - bool(data) + bool(utf8.getstate()[0])))
+            begun += len(utf8.decode(data[1:])) + bool(utf8.getstate()[0])
+        return text, places
 
     # ---- files
 

@@ -234,6 +234,21 @@ def test_text_in_nfc_gives_the_ids_of_transformers(real, request, tmp_path):
     assert ours.words["<think>"] in again.encode("x<think>y")
 
 
+def test_added_words_are_found_in_the_text_as_it_is_written(tmp_path):
+    """And not in its NFC, which could make one, or undo one."""
+    tokenizers = pytest.importorskip("tokenizers")
+    first = (plain := qwen([])).vocab_size
+    ours = qwen([], words={**plain.words, "<\u00e9>": first, "<e\u0301>": first + 1})
+    ours.save(tmp_path)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    theirs.encode_special_tokens = True
+    for text in ("x<e\u0301>y", "x<\u00e9>y", "<e\u0301\u0301>", "e\u0301<\u00e9>e\u0301<e\u0301>", "<\u00e9\u0301>"):
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False).ids == next(ours.encode_batch([text])).tolist(), text
+        assert ours.decode(ids) == ours.clean(text)
+    assert first in ours.encode("x<\u00e9>") and first + 1 in ours.encode("x<e\u0301>")
+
+
 def test_weights_stand_over_the_characters_that_were_given():
     """Spans count characters of the text as written; the tokens are those of its NFC."""
     tokenizer = qwen([])

@@ -496,6 +496,29 @@ def test_a_version_stands_in_the_first_line_only(tmp_path):
         assert Tokenizer.load(tmp_path / "gpt2.bpe").ranks[256:] == [text[:i].encode() for i in range(2, 11)] + [b"ab"]
 
 
+def test_places_of_characters_that_are_no_utf_8():
+    """Where decode shows U+FFFD: each byte's token stands at the character that it is part of, counted by hand."""
+    bytes_alone = make_tokenizer([])
+    for data, text, places in (
+        (b"a\xc3(b", "a\ufffd(b", [0, 1, 2, 3]), (b"\xe4\xb8a", "\ufffda", [0, 0, 1]), (b"\x80\x80a", "\ufffd\ufffda", [0, 1, 2]),
+        (b"\xf0\x9f\x98\x80!", "\U0001f600!", [0, 0, 0, 0, 1]), (b"\xe4\xb8\xe4\xb8\xad", "\ufffd\u4e2d", [0, 0, 1, 1, 1]),
+        (b"x\xe4", "x\ufffd", [0, 1])):
+        ids = [bytes_alone.ranks.index(bytes([byte])) for byte in data]
+        assert bytes_alone.offsets(ids) == (text, places) and len(text) == max(places) + 1, data
+
+
+def test_ids_outside_the_vocabulary_stand_for_nothing():
+    bytes_alone = make_tokenizer([])
+    for id in (-1, -300, bytes_alone.vocab_size, 10 ** 9):
+        assert bytes_alone.decode_bytes([id], skip_special=False) == b"" and bytes_alone.decode([id, 97 - 97]) == bytes_alone.decode([0])
+
+
+@pytest.mark.parametrize("pattern, wrong", [(r"^\w+|.|\n", True), (r"\w+$|.|\n", True), (r"[^a]|a", False), (r"\^|[$]|[^$^]", False)])
+def test_a_pattern_with_ends_of_text_is_refused(pattern, wrong):
+    """Some engines take them for the ends of each line."""
+    assert any("^ or $" in reason for reason in wrong_pattern(pattern)) == wrong
+
+
 def test_missing_and_damaged_files(tmp_path, capsys):
     (tmp_path / "tokenizer.json").write_text('{"model": ')
     (tmp_path / "cl100k_base.tiktoken").write_text("IQ== 0\nIg== zero\n")
