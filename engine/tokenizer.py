@@ -495,6 +495,7 @@ def _from_json(file):
         sound_ids = all(type(id) is int for id in vocab.values()) and sorted(vocab.values()) == list(range(len(vocab)))
         ranks = [b"" if own.get(token) == vocab[token] else chars_to_bytes(token)
                  for token in sorted(vocab, key=vocab.get)]
+        merges = [(vocab[left], vocab[right]) for left, right in pairs]
         missing = {*range(256)} - {token[0] for token in ranks if len(token) == 1}
         reasons = {
             f"the model is {model.get('type')}, not BPE": model.get("type", "BPE") != "BPE",
@@ -507,15 +508,19 @@ def _from_json(file):
                 any(not token["special"] and any(token.get(flag) for flag in FLAGS) for token in added),
             "two tokens have one id": len(set(ids)) < len(ids),
             "two added tokens have one name": len(own) < len(added),
+            "an added token stands in the vocabulary with another id": any(
+                vocab.get(name, id) != id for name, id in own.items()),
+            "a space is put before each text between added tokens, and could not be taken away again":
+                data.get("normalizer") == PREPENDED and not all(token["special"] for token in added),
             'an added token\'s "special" is not true or false': {type(token["special"]) for token in added} - {bool},
             **dict.fromkeys(wrong_names(own), True),
             "the vocabulary's ids are not 0, 1, 2, ... without a gap": not sound_ids,
             # What no tokens are for is left out of a text. Of control characters and rare scripts one may bear that.
             "not all of the 256 bytes are tokens": missing & {*b"\n", *range(32, 127), *range(0x80, 0xC0)},
-            "the merges do not make the other tokens one by one, in their order": not model.get("ignore_merges")
-                and made != [rank for rank, token in enumerate(ranks) if len(token) > 1],
+            "the merges do not make the other tokens one by one, in their order":
+                made != [rank for rank, token in enumerate(ranks) if len(token) > 1]
+                and not (model.get("ignore_merges") and made == sorted(made) and {*merges} == {*every_split(ranks)}),
         }
-        merges = [(vocab[left], vocab[right]) for left, right in pairs]
         specials, words = ({token["content"]: token["id"] for token in added if token["special"] is special}
                            for special in (True, False))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
