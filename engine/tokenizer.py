@@ -353,16 +353,14 @@ class Tokenizer:
         yield utf8.decode(b"", final=True)
 
     def offsets(self, ids):
-        """(decode(ids), for each id the place in it of the character in which its bytes begin). Of a surrogate's three
-        bytes, which are no UTF-8, the second is told to stand at the first."""
+        """(decode(ids), for each id the place in it of the character in which its bytes begin)."""
         utf8, text = codecs.getincrementaldecoder("utf-8")("replace"), self.decode(ids)
-        begun = len(text) - len(self.decode(ids, begins=False))         # characters, less those that decode takes away
-        places = []
+        places, whole = [], len(text) - len(self.decode(ids, begins=False))     # below 0: what decode takes away
         for data in (self.decode_bytes([id]) for id in ids):
-            begun -= bool(utf8.getstate()[0])                           # half of one counts as soon as it has begun
-            begun += len(utf8.decode(data[:1]))
-            places.append(max(0, begun - bool(data) + bool(utf8.getstate()[0])))
-            begun += len(utf8.decode(data[1:])) + bool(utf8.getstate()[0])
+            whole += len(utf8.decode(data[:1]))
+            half = len(utf8.getstate()[0].decode("utf-8", "replace"))               # of a character that has begun
+            places.append(max(0, whole - 1 + (half or not data)))
+            whole += len(utf8.decode(data[1:]))
         return text, places
 
     # ---- files

@@ -501,13 +501,30 @@ def test_a_version_stands_in_the_first_line_only(tmp_path):
         assert Tokenizer.load(tmp_path / "gpt2.bpe").ranks[256:] == [text[:i].encode() for i in range(2, 11)] + [b"ab"]
 
 
+@pytest.mark.parametrize("kind", ["tokenizer", "with_marker"])
+def test_offsets_of_any_ids(kind, request):
+    """Halves of characters, and special tokens between them: the place is that of the character last begun, once the
+    token's first byte is there."""
+    tokenizer, rng = request.getfixturevalue(kind), random.Random(4)
+    for _ in range(3000):
+        ids = [rng.randrange(rng.choice([256, tokenizer.vocab_size])) for _ in range(rng.randrange(10))]
+        text, places = tokenizer.offsets(ids)
+        taken = len(tokenizer.decode(ids, begins=False)) - len(text)
+        assert text == tokenizer.decode(ids) and places == sorted(places)
+        for number, (id, place) in enumerate(zip(ids, places)):
+            if first := tokenizer.token_bytes[id][:1]:
+                begun = (tokenizer.decode_bytes(ids[:number]) + first).decode("utf-8", "replace")
+                assert place == max(0, len(begun) - 1 - taken)
+    assert tokenizer.offsets([*tokenizer.encode("ab"), tokenizer.eos_id])[1][-1] == 2
+
+
 def test_places_of_characters_that_are_no_utf_8():
     """Where decode shows U+FFFD: each byte's token stands at the character that it is part of, counted by hand."""
     bytes_alone = make_tokenizer([])
     for data, text, places in (
         (b"a\xc3(b", "a\ufffd(b", [0, 1, 2, 3]), (b"\xe4\xb8a", "\ufffda", [0, 0, 1]), (b"\x80\x80a", "\ufffd\ufffda", [0, 1, 2]),
         (b"\xf0\x9f\x98\x80!", "\U0001f600!", [0, 0, 0, 0, 1]), (b"\xe4\xb8\xe4\xb8\xad", "\ufffd\u4e2d", [0, 0, 1, 1, 1]),
-        (b"x\xe4", "x\ufffd", [0, 1])):
+        (b"x\xe4", "x\ufffd", [0, 1]), (b"\xed\xa0\x80", "\ufffd\ufffd\ufffd", [0, 1, 2])):
         ids = [bytes_alone.ranks.index(bytes([byte])) for byte in data]
         assert bytes_alone.offsets(ids) == (text, places) and len(text) == max(places) + 1, data
 
