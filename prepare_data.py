@@ -47,10 +47,10 @@ import numpy as np
 
 from configurator import configure, refuse
 from engine.files import fits, intact, lock_folder, printable, publish, read_json, sha256_file, write_atomic, write_json
-from engine.shards import ShardWriter, read_documents, read_jsonl_zst, write_index
+from engine.shards import INDEX, SPLIT, ShardWriter, read_documents, read_jsonl_zst, write_index
 from engine.tokenizer import Tokenizer, find_tokenizer
 from prepare import look
-from prepare.audit import add, empty_audit, finished, host_of, judge, waterfall
+from prepare.audit import FORM, add, empty_audit, finished, host_of, judge, waterfall
 from prepare.clean import CLEANED, HARMLESS, DocumentFile, read_array, row_type, whole_file
 from prepare.corpus import build_corpus
 from prepare.dedup import MIX, PARAGRAPH_BREAK, buckets, candidate_probability, repeated, representatives
@@ -505,6 +505,7 @@ def prepare(config, root, paths, ranks):
     key = digest(source_hash, config.minhash_threshold, config.val_fraction, config.perplexity_percentile, groups)
     audit_file, index_file = root / "audit.json", root / "tokens" / "index.json"
     audit = read_json(audit_file, {}) if ranks.rank == 0 else {}
+    audit = audit if fits(audit, FORM) else {}             # one of another form vouches for nothing
     files = {entry["file"]: entry["sha256"] for entry in audit.get("documents", ())}
     known = ranks.gather(audit.get("key") == key and intact(root, files))[0]
     if known:
@@ -556,7 +557,8 @@ def prepare(config, root, paths, ranks):
     tokenizer = Tokenizer.load(root / "tokenizer")
     tokens_key = digest(key, [entry["sha256"] for entry in audit["documents"]], tokenizer.hash, config.hash)
     index = read_json(index_file, {})
-    if index.get("key") == tokens_key and intact(root / "tokens", token_files(index)):
+    sound = fits(index, INDEX) and fits([*index["splits"].values()], [SPLIT])
+    if sound and index.get("key") == tokens_key and intact(root / "tokens", token_files(index)):
         print("tokens: done before and unchanged")
     else:
         index = write_tokens(config, tokenizer, tokens_key, audit)

@@ -38,6 +38,11 @@ def edges_of(name, settings):
     return sorted({*edges, *(settings[key] for key in keys)})
 
 
+# What is read of audit.json again.
+FORM = {"key": str, "settings": dict, "inputs": [{"file": str, "part": str}],
+        "documents": [{"file": str, "split": str, "bytes": int, "sha256": str}]}
+
+
 def empty_audit(names, settings):
     """An audit of the filters `names`, with nothing in it."""
     edges = {name: edges_of(name, settings) for name in HISTOGRAMS}

@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 
 from configurator import refuse
-from engine.files import printable, publish, read_json
-from engine.shards import TokenData, read_documents, read_jsonl_zst
+from engine.files import fits, printable, publish, read_json
+from engine.shards import INDEX, SPLIT, TokenData, read_documents, read_jsonl_zst
 from engine.tokenizer import Tokenizer, find_tokenizer
+from prepare.audit import FORM
 from prepare.filters import TABLE, steps_of
-from prepare.warc import read_pages, size_of
+from prepare.warc import read_pages, shown_name, size_of
 
 NO_TEXT = ("readable", "protocol", "blocked", "decoded")      # filters that need none yet
 SHOWN = 3                                                       # documents that inspect decodes
@@ -36,11 +37,13 @@ def explain(config, paths, settings):
         for page in read_pages(path, Counter(), settings["max_decompressed"]):
             if config.explain in (page["url"], page["id"]):
                 found += 1
-                print(f"{page['url'] or page['id']} in {path}, {size_of(page):,} bytes")
+                print(printable(f"{page['url'] or page['id']} in {shown_name(path)}, {size_of(page):,} bytes"))
                 if explain_page(page, settings):
                     explain_later(config, page)
     if not found:
-        refuse(f"no page has the URL or id {config.explain!r} in {', '.join(map(str, paths))}")
+        names = ", ".join(map(shown_name, [*paths][:5])) + ", ..." * (len(paths) > 5)
+        refuse(f"no page has the URL or id {config.explain!r} in the {len(paths)} input files ({names}). A page without a "
+               "URL has an id: its own, or FILE:LINE in JSON lines, FILE in a text file")
 
 
 def explain_page(page, settings):
@@ -71,7 +74,7 @@ def explain_later(config, page):
     """What deduplication and the split made of it, if they have been."""
     root = Path(config.data_dir)
     audit = read_json(root / "audit.json", {})
-    parts = [root / "work" / f"{item['part']}.jsonl.zst" for item in audit.get("inputs", ())]
+    parts = [root / "work" / f"{item['part']}.jsonl.zst" for item in audit["inputs"]] if fits(audit, FORM) else []
     if not parts or not all(path.exists() for path in [*parts, root / "work" / "decisions.npz"]):
         print(f"  {root} has not been finished: nothing is known of what comes after the filters")
         return
@@ -84,7 +87,7 @@ def explain_later(config, page):
         refuse(f"{path} is damaged: {error}. Delete {root / 'audit.json'}, then run the same without --explain")
     for number in (number for number, names in enumerate(urls) if names == (page["url"], page["id"])):
         reason, original = str(told["reason"][number]), int(told["representative"][number])
-        like = f" of {urls[original][0] or urls[original][1]}" if original >= 0 else ""
+        like = f" of {printable(urls[original][0] or urls[original][1])}" if original >= 0 else ""
         detail = f", {told['detail'][number]}" if told["detail"][number] else ""
         print(f"  afterwards dropped: {reason}{like}{detail}" if reason else "  kept")
     for split in ("train", "val"):
@@ -98,7 +101,9 @@ def inspect(folder):
     tokens = folder if (folder / "index.json").exists() else folder / "tokens"
     if not (tokens / "index.json").exists():
         refuse(f"there are no token shards in {folder} (no index.json in it or in its folder tokens)")
-    index = read_json(tokens / "index.json")
+    index = read_json(tokens / "index.json", like=INDEX)
+    if not fits([*index["splits"].values()], [SPLIT]):
+        refuse(f"{tokens}/index.json is damaged: its splits have another form; prepare_data.py writes it anew")
     for name, value in index.items():
         if name != "splits":
             print(f"{name:<16}{value}")

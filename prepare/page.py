@@ -1,8 +1,10 @@
-"""audit.html: the audit as one page that needs nothing else. What it shows of the web is escaped."""
+"""audit.html: the audit as one page that needs nothing else. What it shows of the web is escaped, and shows
+as it is stored: marks that turn the writing direction are left out."""
 
 import json
 from html import escape
 
+from engine.files import printable
 from prepare.audit import other_thresholds
 from prepare.filters import TABLE
 
@@ -50,9 +52,10 @@ def page_of(audit):
         "<h2>What was mended in pages that stayed</h2>",
         _counts("pages", {name: note["documents"] for name, note in audit["notes"].items()}),
         "<h2>Files read</h2>", _inputs(audit)]
-    return (f"<!DOCTYPE html>\n<html lang=en><head><meta charset=utf-8><title>Audit: {kept:,} of {read:,}</title>"
-            f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(parts)
-            + f"\n<script>{SCRIPT}</script></body></html>\n")
+    return printable(
+        f"<!DOCTYPE html>\n<html lang=en><head><meta charset=utf-8><title>Audit: {kept:,} of {read:,}</title>"
+        f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(parts)
+        + f"\n<script>{SCRIPT}</script></body></html>\n")
 
 
 def _waterfall(audit):

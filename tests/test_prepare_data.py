@@ -363,6 +363,28 @@ def test_stale_and_damaged_shard_files_do_not_survive(tmp_path, inputs, byte_tok
         assert results(tmp_path / "d") == whole, name
 
 
+@pytest.mark.parametrize("name, key, value", [
+    ("audit.json", "documents", 5), ("audit.json", "documents", [5]), ("audit.json", "inputs", None),
+    ("audit.json", "inputs", {"a": 5}), ("audit.json", "settings", []), ("tokens/index.json", "splits", 5),
+    ("tokens/index.json", "splits", {"a": 5}), ("tokens/index.json", "vocab_size", None)])
+def test_records_of_another_form_are_made_anew_and_named(tmp_path, inputs, byte_tokenizer, capsys, name, key, value):
+    folder = tmp_path / "d"
+    byte_tokenizer(folder)
+    run(folder, inputs)
+    whole, good = results(folder), json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps({**good, key: value}))
+    if name == "audit.json":
+        run(folder, inputs, "--explain=http://a.example/alder")
+        assert "has not been finished" in capsys.readouterr().out
+    else:
+        with pytest.raises(SystemExit) as stop:
+            run(folder, inputs, f"--inspect={folder}")
+        said = capsys.readouterr().err
+        assert stop.value.code == 2 and "index.json" in said and ("damaged" in said or key in said)
+    run(folder, inputs)
+    assert results(folder) == whole
+
+
 def test_what_others_keep_in_the_data_folder_is_left_alone(tmp_path, inputs, byte_tokenizer, monkeypatch):
     """Say the data folder is somebody's home, with a folder "work" of his own in it."""
     names = ("work/thesis.txt", "docs/letter.txt", "docs/a.jsonl.zst", "tokens/notes", "letters/a.tmp")
@@ -661,18 +683,24 @@ def test_a_damaged_input_is_reported_and_the_rest_is_used(tmp_path, inputs, caps
     assert len(documents(tmp_path / "d")) > 6
 
 
-def test_hostile_urls_and_ids_do_not_stop_anything(tmp_path):
+def test_hostile_urls_and_ids_do_not_stop_anything_nor_move_a_terminal(tmp_path, capsys):
     urls = ["http://[::bad/", "http://\ud800.example/", "", "javascript:x", "http://a.example/" + "x" * 100_000,
-            "\x1b[31m"]
+            "http://e.example/\x1b[31m\u202e"]
     lines = [json.dumps({"text": prose(name), "url": url, "id": url}) for name, url in zip(NAMES, urls)]
     lines += [json.dumps({"text": "short", "url": url}) for url in urls]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     run(tmp_path / "d", tmp_path / "a.jsonl")
     assert len(documents(tmp_path / "d")) == len(urls)
+    capsys.readouterr()
+    run(tmp_path / "d", tmp_path / "a.jsonl", f"--explain={urls[-1]}")
+    said = capsys.readouterr().out
+    assert said.startswith("http://e.example/ in a.jsonl, ") and "  kept\n" in said
+    for text in (said, (tmp_path / "d" / "audit.html").read_text()):
+        assert "e.example/" in text and "\x1b" not in text and "\u202e" not in text
     assert np.isfinite([prepare_data_place(url) for url in ("", "a")]).all()
 
 
-def test_a_file_name_that_is_not_utf8(tmp_path):
+def test_a_file_name_that_is_not_utf8(tmp_path, capsys):
     for name, word in ((b"a\xff.txt", "alder"), (b"b\xff.jsonl", "birch")):
         text = prose(word) if name.endswith(b"txt") else json.dumps({"text": prose(word)})
         try:
@@ -681,3 +709,9 @@ def test_a_file_name_that_is_not_utf8(tmp_path):
             pytest.skip("this file system takes UTF-8 names only")
     run(tmp_path / "d", f"{tmp_path}/*.*")
     assert {document["source"] for document in documents(tmp_path / "d")} == {"a\ufffd.txt", "b\ufffd.jsonl"}
+    capsys.readouterr()
+    run(tmp_path / "d", f"{tmp_path}/*.*", "--explain=b\ufffd.jsonl:1")
+    assert capsys.readouterr().out.startswith("b\ufffd.jsonl:1 in b\ufffd.jsonl, ")
+    with pytest.raises(SystemExit):
+        run(tmp_path / "d", f"{tmp_path}/*.*", "--explain=b\ufffd.jsonl:2")
+    assert "in the 2 input files (a\ufffd.txt, b\ufffd.jsonl). A page without" in capsys.readouterr().err
