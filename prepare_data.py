@@ -102,6 +102,7 @@ inspect = ""                      # a folder with token shards: show what is in 
 
 
 DOCS_PER_FILE = 20_000
+MOST_HASHES = 1 << 14            # of MinHash: each takes a byte a document, and memory for every shingle of one
 # The cleaned pages of an input file depend on all keys but these.
 LATER_KEYS = {"data_dir", "inputs", "corpus", "corpus_modules", "perplexity_percentile", "minhash_threshold",
               "dedup_scope", "val_fraction", "window_chars", "window_overlap", "shard_tokens", "workers", "explain",
@@ -374,6 +375,11 @@ def check(config):
     problems += config.outside(**dict.fromkeys(shares, (0, 1)), minhash_seed=(0,), perplexity_percentile=(0, 100),
                                workers=(0,), window_chars=(0,), window_overlap=(0,))
     problems += config.below_one("minhash_bands", "minhash_rows", "shard_tokens", "max_decompressed")
+    if config.minhash_bands * config.minhash_rows > MOST_HASHES:
+        problems.append(f"minhash_bands x minhash_rows is {config.minhash_bands * config.minhash_rows:,} hash functions; "
+                        f"at most {MOST_HASHES:,} are computed, and 128 is usual")
+    if config.min_chars > config.max_chars:
+        problems.append(f"min_chars is above max_chars: {config.min_chars:,} and {config.max_chars:,}")
     if config.window_chars and config.window_overlap >= config.window_chars // 2:
         problems.append(f"window_overlap must be below half of window_chars, found {config.window_overlap} of "
                         f"{config.window_chars}")

@@ -151,9 +151,9 @@ def strings_of(line):
                 yield from walk(part)
     try:
         value = json.loads(line)
+        return [*walk(value)] if isinstance(value, (list, dict)) else [line]
     except (ValueError, RecursionError):
         return [line]
-    return walk(value) if isinstance(value, (list, dict)) else [line]
 
 
 def contaminated(page, settings):

@@ -8,12 +8,12 @@ The value depends on the model, so a page is never judged by the number, only by
 
 import functools
 import hashlib
-import json
 
 import numpy as np
 
 from prepare.dedup import chained
 from prepare.stream import text_of
+from prepare.warc import json_page
 
 ORDER = 5
 TRAIN_CHARACTERS = 20_000_000
@@ -70,11 +70,6 @@ def model_of(path):
     """The model of the file at `path`: plain text, or JSON lines with a "text"."""
     text = text_of(path, TRAIN_CHARACTERS * 4)
     if text.lstrip().startswith("{"):
-        parts = []
-        for line in text.split("\n"):
-            try:
-                parts.append(json.loads(line)["text"])
-            except (ValueError, KeyError, TypeError):             # the last line may be cut
-                continue
-        text = "\n".join(parts) or text
+        pages = (json_page(line.encode()) for line in text.split("\n"))              # the last line may be cut
+        text = "\n".join(page["text"] for page in pages if "text" in page) or text
     return Model(text)

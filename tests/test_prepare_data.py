@@ -596,8 +596,9 @@ def test_inputs_that_do_not_exist(tmp_path, capsys):
 
 def test_all_wrong_settings_are_named_at_once(tmp_path, capsys, inputs):
     refused(capsys, "no rule set 'gofer'", "gopher_quality", "corpus must be", "val_fraction", "workers", "minhash_seed",
-            arguments=[f"--data_dir={tmp_path / 'd'}", f"--inputs={inputs}", "--rules=gofer", "--corpus=web",
-                       "--val_fraction=1.5", "--workers=-1", "--minhash_seed=-1"])
+            "min_chars is above max_chars", "100,000,000 hash functions", arguments=[f"--data_dir={tmp_path / 'd'}", f"--inputs={inputs}", "--rules=gofer", "--corpus=web",
+                       "--val_fraction=1.5", "--workers=-1", "--minhash_seed=-1", "--max_chars=99",
+                       "--minhash_bands=100000", "--minhash_rows=1000"])
     assert not (tmp_path / "d").exists()
 
 

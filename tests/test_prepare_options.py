@@ -15,7 +15,7 @@ from archives import PROSE, html, members, prose, response
 from configurator import configure
 from engine.shards import TokenData, read_documents
 from prepare import audit, filters, perplexity
-from prepare.filters import TABLE, blocked, contaminated, masked, steps_of
+from prepare.filters import TABLE, blocked, contaminated, masked, steps_of, strings_of
 from prepare.page import page_of
 from prepare.rules import RULES, c4, fineweb, gopher_quality
 from prepare.stream import text_of
@@ -269,6 +269,16 @@ def test_the_most_surprising_share_is_dropped_and_another_share_needs_no_cleanin
     (tmp_path / "clean.txt").write_text("Something else. " * 99)                 # another content of the same name
     run(tmp_path / "d", tmp_path / "a.jsonl", *options)
     assert "1 cleaned, 0 cleaned before" in capsys.readouterr().out
+
+
+def test_lines_of_a_clean_file_that_have_no_text_are_passed_over(tmp_path):
+    good = [json.dumps({"text": prose(name)}) for name in NAMES]
+    odd = ['{"text": 5}', '{"text": null}', "[1]", "5", '{"a": 1}', "[" * 100_000, '{"a":' * 5_000, '{"text": "cut']
+    for name, rows in (("good", good), ("odd", [*good[:6], *odd, *good[6:], odd[-1]])):
+        (tmp_path / name).write_text("\n".join(rows))
+    assert perplexity.model_of(str(tmp_path / "odd")).hash == perplexity.model_of(str(tmp_path / "good")).hash
+    deep = f"{'[' * 900}{json.dumps(prose('alder'))}{']' * 900}"        # some parsers go deeper than a walk does
+    assert any("alder" in text for text in strings_of(deep)) and strings_of("[" * 100_000) == ["[" * 100_000]
 
 
 def test_fasttext_has_a_threshold_of_its_own(tmp_path, monkeypatch, capsys):
