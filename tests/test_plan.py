@@ -121,10 +121,13 @@ def test_two_processes_hold_what_was_planned():
         rest["gradients"] /= 1 + (name == "zero1")                     # held.py looks when they have travelled
         for state in STATES:
             assert real[state] == pytest.approx(rest[state], rel=0.01), (name, state)
-        # Where gloo copies nothing of its own meanwhile, to 1 %; where it gathers or scatters, it has a second buffer for a
-        # while, and not at the same moment in every run.
-        above = {"ddp": 1.02, "full": 1.8}.get(name, 1.5)
-        assert 0.99 * size < real["peak"] < above * size, name
+        # DDP's first buckets give way to others in the second step. A thread of gloo that the system let wait holds the first
+        # ones a little longer: then all gradients are there twice for a while. FSDP's gathering has a second buffer, for a
+        # while too, and not at the same moment in every run.
+        if name == "ddp":
+            assert min(abs(real["peak"] - size - twice) for twice in (0, rest["gradients"])) < 0.01 * size
+        else:
+            assert 0.99 * size < real["peak"] < {"full": 1.8}.get(name, 1.5) * size, name
 
 
 def test_llama2_7b_fits_eight_gpus_of_80_gb():
