@@ -416,6 +416,8 @@ def tune(config, setup, alive):
               f"at most" + f"; {sum(counts):,} in an epoch, of the sources {counts}" * (counts != [n_talks]) + "\n"
               f"run         {max_steps:,} steps of {config.batch_size} conversations, {max_steps / per_epoch:.2f} "
               f"epochs; warm-up {warmup} steps")
+    if config.max_steps is None and max_steps < 20:
+        setup.say(f"note        {max_steps} steps are few: more epochs or a smaller batch_size make more of them")
     end_id = tokenizer.special(chat.end_token(tokenizer))
     monitor = Monitor(run, setup, max_steps, state["step"], label="sft")
     measure = lambda folder: answered(model, folder, tokenizer, val_path, data.parent / "tokens", length, config, setup)

@@ -219,6 +219,7 @@ def test_150_overlong_conversations_neither_jam_nor_make_nan(world, overlong, ca
     assert all(tensor.isfinite().all() for tensor in load_file(run / f"step_{kept:08d}" / "model.safetensors").values())
     said = capsys.readouterr().out
     assert ("155 conversations cut" if overlong == "truncate" else "155 left out as too long") in said
+    assert f"{kept} steps are few" in said
 
 
 def test_nothing_left_to_learn_is_refused(world, capsys):
