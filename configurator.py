@@ -320,8 +320,8 @@ class Config:
         return self._schemas[self.script][name].default
 
     def command(self, script):
-        """The command that runs a stage with the same config files and overrides; of another stage, those overrides that
-        mean the same in all of them: `inputs` and `learning_rate` are each stage's own."""
+        """The command that runs a stage with the same config files and overrides; of another stage, those overrides
+        that mean the same in all of them: `inputs` and `learning_rate` are each stage's own."""
         script = script.removesuffix(".py")
         shared = [f"--{name}={text}" for name, text in self._overrides.items() if name in self._schemas.get(script, {})
                   and (script == self.script or name in EVERYWHERE)]

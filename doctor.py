@@ -129,7 +129,8 @@ def log_differences(one, other):
 # --- Alarms -----------------------------------------------------------------------------------------------------------
 
 def alarms_of(folder):
-    """The alarms of a stage's log, or of the logs of all stages there, each with the step at which it was to be seen."""
+    """The alarms of a stage's log, or of the logs of all stages there, each with the step at which it was to be
+    seen."""
     logs = sorted({*folder.glob("log.jsonl"), *folder.glob("*/log.jsonl")})
     if not logs:
         refuse(f"--alarms={folder}: no log there. Expected a stage's folder with a log.jsonl, or an out_dir with stages.")

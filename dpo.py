@@ -17,12 +17,12 @@ What decides, and where it stands below:
   - log-probabilities are *summed* over the answer's tokens, its <|end|> among them, the prompt not. (IPO takes means.)
   - The reference is the starting model. Its sums are computed once, before the first step, with the same function and
     without dropout; so it costs no memory while training, and the first loss is ln 2 = 0.693: checked.
-  - Nothing in the loss asks the chosen answer to become likelier, only likelier than the other. Often both fall; the log
-    has both (`chosen`, `rejected`), and anchor > 0 adds the chosen answers' own loss.
+  - Nothing in the loss asks the chosen answer to become likelier, only likelier than the other. Often both fall; the
+    log has both (`chosen`, `rejected`), and anchor > 0 adds the chosen answers' own loss.
 
-Reads data_dir/chat/preferences_{train,val}.jsonl (the forms: engine/rankings.py). Rankings give all their pairs, each answer goes
-through the model once. Writes, in out_dir/dpo: step_NNNNNNNN/, log.jsonl, result.json. An interrupted run is continued
-by the same command, bit for bit on a CPU; a finished one says that it is done.
+Reads data_dir/chat/preferences_{train,val}.jsonl (the forms: engine/rankings.py). Rankings give all their pairs, each
+answer goes through the model once. Writes, in out_dir/dpo: step_NNNNNNNN/, log.jsonl, result.json. An interrupted run
+is continued by the same command, bit for bit on a CPU; a finished one says that it is done.
 """
 import math
 import time
@@ -71,8 +71,8 @@ save_full = 50                 # steps between the checkpoints that a rerun cont
 
 
 def answer_logprobs(model, rankings, pad_id, setup):
-    """The answers' log-probabilities: sums over their tokens (N,), N dialogues of all rankings, and how many tokens each
-    has (N,). The tokens are those behind the prompt, <|end|> the last; the token at place t is predicted at t - 1.
+    """The answers' log-probabilities: sums over their tokens (N,), N dialogues of all rankings, and how many tokens
+    each has (N,). The tokens are those behind the prompt, <|end|> the last; the token at place t is predicted at t - 1.
 
     One forward pass for all of them, padded on the right: no real token sees padding."""
     dialogues = [dialogue for ranking in rankings for dialogue in ranking["dialogues"]]
@@ -105,8 +105,8 @@ def reference_logprobs(model, rankings, config, pad_id, setup):
 
 
 def losses(model, rankings, config, pad_id, setup):
-    """-> five tensors (B,), the mean over each ranking's pairs of: the loss, whether the pair is ranked right, the chosen and
-    the rejected answer's log(policy / reference); and last the loss per token of its best answers."""
+    """-> five tensors (B,), the mean over each ranking's pairs of: the loss, whether the pair is ranked right, the
+    chosen and the rejected answer's log(policy / reference); and last the loss per token of its best answers."""
     sums, tokens = answer_logprobs(model, rankings, pad_id, setup)
     ratios = sums - torch.cat([ranking["reference"] for ranking in rankings]).to(sums)
     better, worse, of = pairs_of(rankings, sums.device)
@@ -210,7 +210,8 @@ def learn(config, setup, alive):
             end_step(run, done, steps, config, modules, moments, tokenizer, {}, setup, monitor, leaving)
     monitor.close()
 
-    # 5. What it came to: on pairs that it has not seen; then the model, and last of all the sign that the stage is done.
+    # 5. What it came to: on pairs that it has not seen; then the model, and last of all the sign
+    #    that the stage is done.
     result = {"train_rankings": len(train), "steps": steps}
     if val:
         result["val"] = evaluate(model, val, config, pad_id, setup)

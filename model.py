@@ -161,8 +161,8 @@ def rotate(x, cos, sin):
     """Turns the pairs (x[i], x[i + D/2]) of x (B, heads, T, D). Hugging Face pairs halves; Meta's own files pair
     neighbours (x[2i], x[2i+1]). Mixing the two up works for about 20 tokens and then reads as gibberish."""
     half = x.size(-1) // 2
-    # Slices, and not x.chunk(2): from that, under the explicit attention in bf16, torch 2.13 compiles for a CPU a gradient
-    # that is NaN in k_proj when T is a multiple of 32.
+    # Slices, and not x.chunk(2): from that, under the explicit attention in bf16, torch 2.13 compiles for a CPU a
+    # gradient that is NaN in k_proj when T is a multiple of 32.
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
@@ -174,8 +174,8 @@ def attend(q, k, v, allowed, kind):
     True; a row without any gives 0. (n,) int64 on the CPU: its document (see `apart`).
 
     The scores q kᵀ are never rounded to bf16: from 256 on bf16 counts in steps of 2, and a score that is off by 1 is a
-    probability that is off by a factor e. 'flash' kernels keep scores and softmax in fp32 inside; 'fp32' does it where it
-    can be seen; 'bf16' makes that mistake, so that it can be measured (bench/attention.py)."""
+    probability that is off by a factor e. 'flash' kernels keep scores and softmax in fp32 inside; 'fp32' does it where
+    it can be seen; 'bf16' makes that mistake, so that it can be measured (bench/attention.py)."""
     if allowed is not None and allowed.dim() == 1:
         return attend_apart(q, k, v, allowed, kind)
     if kind == "flash":
@@ -439,8 +439,9 @@ class Llama(nn.Module):
         the start does not grow with depth (GPT-2, section 2.3).
 
         Each parameter has a generator of its own, seeded by (seed, name): the same bits whatever else is drawn, and
-        whoever holds only a slice of it can draw the whole and keep the slice: put(parameter, whole). A scalar head starts at 1/sqrt(C + 1):
-        larger scores would be noise in the first updates (Stiennon et al. 2020, arXiv 2009.01325)."""
+        whoever holds only a slice of it can draw the whole and keep the slice: put(parameter, whole). A
+        scalar head starts at 1/sqrt(C + 1): larger scores would be noise in the first updates (Stiennon et
+        al. 2020, arXiv 2009.01325)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)

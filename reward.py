@@ -13,9 +13,9 @@ is higher:
 Where more than two answers to one prompt were put in order, each goes through the model once and is compared with all
 others: K answers give K (K - 1) / 2 pairs, whose mean is the ranking's loss (Ouyang et al. 2022, 2203.02155).
 
-One answer can be helpful and not safe. With --dimensions="{'helpful': 1, 'safe': 2}" there is a head for each, a line that
-names a dimension trains that one alone, and a line that names none their weighted sum. Each head is scaled for itself, and
-what PPO gets is their mean with these weights.
+One answer can be helpful and not safe. With --dimensions="{'helpful': 1, 'safe': 2}" there is a head for each, a line
+that names a dimension trains that one alone, and a line that names none their weighted sum. Each head is scaled for
+itself, and what PPO gets is their mean with these weights.
 
 Reads   data_dir/chat/preferences_{train,val,control}.jsonl: pairs, rankings or grades, see engine/rankings.py. val and
         control may be missing. Control pairs are equally good (which of them is called chosen does not matter) and very
@@ -84,8 +84,8 @@ CERTAINTIES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 def scores_along(model, dialogues, prompts, pad_id, device):
     """What the head says at each token of the answers: dialogues, N lists of token ids, the first prompts[n] of which
-    are the prompt -> (N, R), R tokens of the longest answer, or (N, R, heads). Behind the end of an answer its last number
-    is repeated; so [:, -1] is the answers' scores.
+    are the prompt -> (N, R), R tokens of the longest answer, or (N, R, heads). Behind the end of an answer its last
+    number is repeated; so [:, -1] is the answers' scores.
 
     Padding is on the right, where no real token looks: the model needs no mask, and attention keeps its fast path."""
     width = -(-max(map(len, dialogues)) // 8) * 8      # few different widths, so that memory is reused
@@ -97,8 +97,8 @@ def scores_along(model, dialogues, prompts, pad_id, device):
 
 
 def score_rankings(model, rankings, pad_id, device):
-    """-> (N, R), N dialogues, of the heads that each ranking is about. All go through the model in one forward pass: DDP
-    expects one, and so all have the same padding and precision."""
+    """-> (N, R), N dialogues, of the heads that each ranking is about. All go through the model in one forward pass:
+    DDP expects one, and so all have the same padding and precision."""
     dialogues = [dialogue for ranking in rankings for dialogue in ranking["dialogues"]]
     prompts = [ranking["prompt"] for ranking in rankings for _ in ranking["dialogues"]]
     along = scores_along(model, dialogues, prompts, pad_id, device)
@@ -144,8 +144,8 @@ def losses(along, rankings, share, centring=0.0):
 # --- Reports ---------------------------------------------------------------------------------------------------------
 
 def report(rankings, scores):
-    """Accuracy on held-out pairs: in all, by how far apart they are, by how certain the model is, and of each dimension. Ties
-    count half.
+    """Accuracy on held-out pairs: in all, by how far apart they are, by how certain the model is, and of each
+    dimension. Ties count half.
 
     certainty: sigmoid of the difference is the probability that the answer with the higher score is the better one, and
     the loss asks that it be right as often as it says; calibration_error: by how much it is not, on average over pairs

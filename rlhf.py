@@ -388,7 +388,8 @@ def evaluate(policy, reference, value, reward, prompts, tokenizer, config, setup
 
 
 def verdict(before, after, config):
-    """Whether the result is within the bounds. gold, if there is one, must rise by a deviation of the start's answers."""
+    """Whether the result is within the bounds. gold, if there is one, must rise by a deviation of the start's
+    answers."""
     rise = (after["gold"] - before["gold"]) / max(before["gold_deviation"], 1e-9)
     bounds = {name: {"found": found, "at_least": bound, "held": found >= bound} for name, found, bound in (
         ("gold_rise", rise, 1.0), ("stop_rate", after["stop_rate"], config.bound_stop_rate)) if not math.isnan(found)}

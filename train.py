@@ -8,8 +8,8 @@ Pretraining: token shards in, a Llama out.
     python train.py config/llama2_7b.py --plan=8                        no training: memory, days, traffic, checkpoints
 
 Give the same command again after any interruption: it continues from the newest full checkpoint that is sound, and on a
-CPU comes to the same weights, bit for bit, as if nothing had happened. A finished run does nothing. SIGTERM or SIGUSR1 to
-any process: everything is saved after the step, exit status 75 ("try again"; torchrun makes 1 of it).
+CPU comes to the same weights, bit for bit, as if nothing had happened. A finished run does nothing. SIGTERM or SIGUSR1
+to any process: everything is saved after the step, exit status 75 ("try again"; torchrun makes 1 of it).
 
 Needs data_dir/tokens (prepare_data.py) and data_dir/tokenizer (train_tokenizer.py). Writes, in out_dir/pretrain:
 
@@ -230,8 +230,9 @@ def load(data, blocks, config, setup):
 
 
 def sums(losses, inputs, targets, weights, tokenizer):
-    """What a step adds up, in float64 so that the order of adding does not show: (9,): the weighted loss, then for each of
-    KINDS the sum of its losses, then for each how many. BOS has weight 0 but is counted; padding is in none of them."""
+    """What a step adds up, in float64 so that the order of adding does not show: (9,): the weighted loss,
+    then for each of KINDS the sum of its losses, then for each how many. BOS has weight 0 but is counted;
+    padding is in none of them."""
     bos_id = -1 if tokenizer.bos_id is None else tokenizer.bos_id
     eos, bos, first = targets == tokenizer.eos_id, targets == bos_id, inputs == bos_id
     kinds = torch.stack([~(eos | bos | first), eos, bos, first & ~(eos | bos)])           # (4, B, T) bool
@@ -253,8 +254,8 @@ def losses_of(model, x, y, w, config, tokenizer, setup, hidden=None, teacher=Non
 def forward_backward(model, micro_batches, config, tokenizer, setup, rows=None, scale=1.0, teacher=None):
     """Gradients of the global step's mean loss, left in the parameters; -> the step's sums over all ranks.
 
-    Each loss is divided by the weight of the whole global step and not by its own micro-batch's: the same gradient for any
-    split over micro-batches and ranks. DDP and FSDP divide by the number of ranks that share the data, hence dp.
+    Each loss is divided by the weight of the whole global step and not by its own micro-batch's: the same gradient for
+    any split over micro-batches and ranks. DDP and FSDP divide by the number of ranks that share the data, hence dp.
     rows: a list that gets, of each micro-batch, the losses and the weights of its sequences, (B, 2). scale: what the
     gradients are multiplied with (fp16)."""
     total = torch.zeros(9, dtype=torch.float64, device=setup.device)
@@ -278,7 +279,8 @@ def forward_backward(model, micro_batches, config, tokenizer, setup, rows=None, 
 
 
 def block_losses(rows, n, setup):
-    """(n,) float64: the mean loss of each of a step's n blocks, in their order. rows: of forward_backward, this rank's."""
+    """(n,) float64: the mean loss of each of a step's n blocks, in their order. rows: of
+    forward_backward, this rank's."""
     found = torch.zeros(n, 2, dtype=torch.float64, device=setup.device)
     if rows:                                                    # as my_share deals them out; not in a first stage
         found[setup.dp_rank::setup.dp] = torch.cat(rows)
@@ -328,8 +330,9 @@ def evaluate(model, data, blocks, config, tokenizer, byte_counts, setup):
 
 
 def evaluate_all(model, val, config, tokenizer, byte_counts, setup):
-    """`evaluate` on fixed blocks spread over each source's held-out text, eval_blocks in all. Of several sources: each mean is
-    theirs, weighted with the mixture's shares (loss_eos and the like: of those sources that have any), and `loss_of_NAME` too."""
+    """`evaluate` on fixed blocks spread over each source's held-out text, eval_blocks in all. Of several sources:
+    each mean is theirs, weighted with the mixture's shares (loss_eos and the like: of those sources that have any),
+    and `loss_of_NAME` too."""
     each = max(1, config.eval_blocks // len(val.sources))
     scores = []
     for source, total in zip(val.sources, val.sizes):
@@ -345,8 +348,8 @@ def evaluate_all(model, val, config, tokenizer, byte_counts, setup):
 
 
 def show_plan(config):
-    """What a run of config.plan processes needs, see engine/plan.py; without data, and without a tokenizer if the config
-    says how many tokens there are."""
+    """What a run of config.plan processes needs, see engine/plan.py; without data, and without a tokenizer if the
+    config says how many tokens there are."""
     from engine.plan import announce             # not needed to train
     source = find_folder(config.init_from) if config.init_from else None
     tokenizer = SimpleNamespace(vocab_size=config.vocab_size, bos_id=1, eos_id=2, hash="")

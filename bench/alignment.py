@@ -5,11 +5,11 @@ What each way to align a model comes to on the demonstration's task: SFT, DPO, P
     python bench/alignment.py                                    all of it: about 40 minutes on two cores
     python bench/alignment.py --methods=grpo, --seeds=2,         a part; the table then shows what there is
 
-All start from out_dir/sft, PPO and GRPO with out_dir/reward, with config/demo.py's settings and the same number of answers.
-Each run is in work_dir/METHOD_SEED, and one that is there is not made again. Measured on sampled answers to the 256 held-out
-prompts: gold, the rule that the preferences came from, from -2 to 2, and what it cost to get there: the divergence from SFT
-in nats per answer, the length in tokens and the share of answers that end by themselves. CPU seconds of the training runs
-themselves, loading and evaluation included.
+All start from out_dir/sft, PPO and GRPO with out_dir/reward, with config/demo.py's settings and the same number of
+answers. Each run is in work_dir/METHOD_SEED, and one that is there is not made again. Measured on sampled answers to
+the 256 held-out prompts: gold, the rule that the preferences came from, from -2 to 2, and what it cost to get there:
+the divergence from SFT in nats per answer, the length in tokens and the share of answers that end by themselves. CPU
+seconds of the training runs themselves, loading and evaluation included.
 """
 import resource
 import statistics

@@ -3,9 +3,9 @@ How long a full checkpoint stops the training loop: written in the background, a
 
     python bench/checkpoint.py
 
-The same state (a Llama's weights, AdamW's moments) to the same disk, in turns; each save then removes the one before, as in
-a run. What is compared is the time until the loop may go on, by the median of the rounds' ratios. Also told: how long
-the writing in the background takes when nothing else is going on.
+The same state (a Llama's weights, AdamW's moments) to the same disk, in turns; each save then removes the one before,
+as in a run. What is compared is the time until the loop may go on, by the median of the rounds' ratios. Also told: how
+long the writing in the background takes when nothing else is going on.
 """
 import statistics
 import sys

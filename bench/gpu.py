@@ -1,13 +1,14 @@
 """
-One GPU, what it reaches and what it holds: MFU of three sizes, compiled or not, with and without activations computed anew,
-kinds of attention, and memory beside the plan's. Prints tables in Markdown for bench/README.md.
+One GPU, what it reaches and what it holds: MFU of three sizes, compiled or not, with and without activations computed
+anew, kinds of attention, and memory beside the plan's. Prints tables in Markdown for bench/README.md.
 
     python bench/gpu.py                 under 6 minutes on an H100 or H200
     python bench/gpu.py --tiny=True     the same cells with models of nothing, on a CPU in a minute or two
 
 The 7B is the work of one of eight GPUs: train.py's step, sharded over a world of eight of which only rank 0 is there.
-Collectives are imagined (engine/fake.py), so nothing travels: this is the ceiling that eight GPUs with a perfect network
-would reach. Each cell is a process of its own with a limit of time; what fails is a line of the table with its reason.
+Collectives are imagined (engine/fake.py), so nothing travels: this is the ceiling that eight GPUs with a
+perfect network would reach. Each cell is a process of its own with a limit of time; what fails is a line of
+the table with its reason.
 """
 import contextlib
 import json

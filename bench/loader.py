@@ -3,9 +3,9 @@ The loader alone: tokens a second beside those that a model trains on, and what 
 
     python bench/loader.py
 
-All in turns in one run, the shards a file of holes (so no disk is measured, only what is done to each token): reading with
-engine/loader.py, the same blocks from a mapped file (np.memmap, as is usual), and forward and backward of a Llama. Then the
-share of a training loop that it waits for data, read ahead by the thread and read when it is needed.
+All in turns in one run, the shards a file of holes (so no disk is measured, only what is done to each token): reading
+with engine/loader.py, the same blocks from a mapped file (np.memmap, as is usual), and forward and backward of a Llama.
+Then the share of a training loop that it waits for data, read ahead by the thread and read when it is needed.
 """
 import statistics
 import sys

@@ -6,8 +6,8 @@ What it costs that ranks talk: a step of train.py in several layouts beside the 
 
 All layouts train the same model on the same tokens of a step, in turns. `alone`: each rank takes its share of the
 sequences and nobody waits for anybody, so the same arithmetic loads the machine (tp and pp share out the model and not
-the sequences). Counted are the collectives of one rank in a step, and the bytes of the whole tensors in them; `early` are
-those of gradients that begin while the backward pass still computes others.
+the sequences). Counted are the collectives of one rank in a step, and the bytes of the whole tensors in them; `early`
+are those of gradients that begin while the backward pass still computes others.
 """
 import statistics
 import sys

@@ -1,17 +1,19 @@
 """
-How many answers PPO learns from in a second, beside TRL's PPO on the same model, prompts, lengths, epochs and minibatches.
+How many answers PPO learns from in a second, beside TRL's PPO on the same model, prompts, lengths, epochs and
+minibatches.
 
     pip install 'trl==1.10.0'          the last one with a PPO: trl.experimental.ppo; in an environment of its own
     python bench/rlhf.py                                        an untrained model, whose answers end after about 27 tokens
     python bench/rlhf.py --ends=False --new_tokens=32           every answer has all of new_tokens
     python bench/rlhf.py --models=out/demo --data_dir=data/demo                 the demo's
 
-Each of `pairs` pairs is a run of ours and one of theirs in one process, `updates` updates each, of which the first is not
-counted (it warms up, and checks itself). All of an update counts: sampling, scoring by reference, critic and reward model,
-two epochs of two minibatches; loading, saving and what is evaluated before and after do not. fp32, nothing compiled. The
-ratio is the median over the pairs. The products of matrices take the time, and where every answer is as long as the limit both
-do nearly the same ones. Where answers end by themselves TRL still samples, scores and learns at the limit's width; rlhf.py reads
-answers of one length together, and has logits and the last layer's MLP for the answers' tokens only.
+Each of `pairs` pairs is a run of ours and one of theirs in one process, `updates` updates each, of which the first is
+not counted (it warms up, and checks itself). All of an update counts: sampling, scoring by reference, critic and
+reward model, two epochs of two minibatches; loading, saving and what is evaluated before and after do not. fp32,
+nothing compiled. The ratio is the median over the pairs. The products of matrices take the time, and where every
+answer is as long as the limit both do nearly the same ones. Where answers end by themselves TRL still samples, scores
+and learns at the limit's width; rlhf.py reads answers of one length together, and has logits and the last layer's MLP
+for the answers' tokens only.
 """
 import contextlib
 import io

@@ -1,6 +1,6 @@
 """
-Tokens a second that carry loss: packed rows and buckets of a token budget against padded rows; LoRA and adapters against
-full tuning in time, memory and, by learning rate, loss.
+Tokens a second that carry loss: packed rows and buckets of a token budget against padded rows; LoRA and adapters
+against full tuning in time, memory and, by learning rate, loss.
 
     python bench/sft.py
     python bench/sft.py --n_embd=768 --n_layer=12 --batch_size=256 --micro_tokens=16384          for one GPU
@@ -8,8 +8,8 @@ full tuning in time, memory and, by learning rate, loss.
 
 The lengths are long-tailed (log-normal): most conversations are short, few are ten times as long, and of each the last
 third is the answer. A step is the same conversations in all forms, one forward and backward pass and AdamW's step, in
-turns; ratios are medians over the rounds, to padded rows in the order in which they were drawn. 'sorted' are padded rows
-with sft.py's `window`. `full` pads all to max_length, as many trainers do.
+turns; ratios are medians over the rounds, to padded rows in the order in which they were drawn. 'sorted' are padded
+rows with sft.py's `window`. `full` pads all to max_length, as many trainers do.
 The second table is of packed steps. Memory: weights, gradients, AdamW's moments, and what the forward pass of one
 micro-batch leaves for the backward pass.
 The third is of short runs of sft.py from one model: its held-out loss for each way and peak learning rate.

@@ -1,4 +1,5 @@
-"""Times of functions that are to be compared, taken in turns, so that a busy moment meets all of them; what ranks exchange."""
+"""Times of functions that are to be compared, taken in turns, so that a busy moment meets all of
+them; what ranks exchange."""
 import statistics
 import time
 
@@ -42,8 +43,8 @@ def ratio(times, name, peer):
 
 
 class Met(TorchDispatchMode):
-    """While it is entered, counts what the ranks exchange: {kind: [how often, bytes of the whole tensors]} in .counts. Of
-    gradients' sums, `early` counts those that begin before the backward pass has come to `first`, the model's first
+    """While it is entered, counts what the ranks exchange: {kind: [how often, bytes of the whole tensors]} in .counts.
+    Of gradients' sums, `early` counts those that begin before the backward pass has come to `first`, the model's first
     layer: they travel while the rest is computed."""
 
     def __init__(self, first=None):

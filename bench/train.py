@@ -13,8 +13,8 @@ process of their own; peers_keep_memory=True gives them the second too. The GPT-
 channels; it is in fp32, as nanoGPT is on a CPU, eager and compiled. transformers' Llama has our shape and is compiled
 whole, once with its weights in bf16, once under autocast as ours, each with the fused AdamW.
 
-MFU: the step's FLOPs over what the product of two bf16 matrices of 4096 x 4096 reaches in the same rounds. Counted are 6
-for each token and weight of the layers and the head (the table of embeddings is read, not multiplied) and the causal
+MFU: the step's FLOPs over what the product of two bf16 matrices of 4096 x 4096 reaches in the same rounds. Counted are
+6 for each token and weight of the layers and the head (the table of embeddings is read, not multiplied) and the causal
 half of the attention; nothing for what is computed twice.
 """
 import contextlib

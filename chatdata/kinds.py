@@ -38,8 +38,8 @@ class Kind:
     phrasings: tuple[str, ...]
     frame: str           # the answer around its core
     core: str            # regular expression
-    # Of the answer's tokens in the loss: long answers of chance would drown the short ones; and where the content can not be
-    # foreseen, and the questions are few, the form needs more than its share.
+    # Of the answer's tokens in the loss: long answers of chance would drown the short ones; and where the content can
+    # not be foreseen, and the questions are few, the form needs more than its share.
     weight: float = 1.0
 
     def follows_format(self, answer):

@@ -25,8 +25,8 @@ train = dict(n_layer=4, n_head=4, n_kv_head=4, n_embd=256, n_inner=704, block_si
              save_light=80, save_full=40)
 
 # Enough questions that none comes twice: what comes twice is learned by heart. Conversations are short, and for short
-# rows the explicit attention is the faster one on a CPU. The learning rate ends at 0: the form of answers whose content is
-# guessed swings from step to step.
+# rows the explicit attention is the faster one on a CPU. The learning rate ends at 0: the form of answers whose content
+# is guessed swings from step to step.
 prepare_chat = dict(questions=80000, preferences=4800)
 sft = dict(batch_size=32, micro_batch_size=32, learning_rate=2e-3, schedule="linear", final_lr=0.0, max_steps=720,
            attention="fp32", compile=True, eval_every=360, save_full=180)

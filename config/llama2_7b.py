@@ -38,10 +38,11 @@ train = dict(
     #   last norm       4096                =         4,096    *  1 =         4,096
     #                                                                 6,738,415,616
     #
-    # Memory, on each of 8 GPUs of 80 GB (74.5 GiB), as --plan=8 has it: fp32 weights, gradients and AdamW's two moments are
-    # 16 bytes a parameter, 6,738,415,616 * 16 = 107.8 GB = 100.4 GiB. Under DDP every GPU would hold all of it. Sharded
-    # (ZeRO-3) it is 12.6 GiB; with 47.5 of activations, 3.2 of logits and 0.9 of gathered weights 64.1 GiB, so that 6.4
-    # are left beyond 4 that CUDA, NCCL and fragments may take. That is without torch.compile, which keeps less.
+    # Memory, on each of 8 GPUs of 80 GB (74.5 GiB), as --plan=8 has it: fp32 weights, gradients and AdamW's two
+    # moments are 16 bytes a parameter, 6,738,415,616 * 16 = 107.8 GB = 100.4 GiB. Under DDP every GPU would hold
+    # all of it. Sharded (ZeRO-3) it is 12.6 GiB; with 47.5 of activations, 3.2 of logits and 0.9 of gathered
+    # weights 64.1 GiB, so that 6.4 are left beyond 4 that CUDA, NCCL and fragments may take. That is without
+    # torch.compile, which keeps less.
     parallel="fsdp",
     zero=3,
     compile=True,                   # per block
@@ -69,8 +70,9 @@ train = dict(
     grad_clip=1.0,
 
     # A gradient norm that leaps (6 deviations above the last 128, or above 5, that is five times what clipping lets
-    # through): its step is skipped, which loses 4 M of 2.1 * 10^12 tokens. Ten in a row are more than an odd batch: the run
-    # goes back to the full checkpoint before them, at most 5,000 steps, and leaves their data out; three times at most.
+    # through): its step is skipped, which loses 4 M of 2.1 * 10^12 tokens. Ten in a row are more than an odd
+    # batch: the run goes back to the full checkpoint before them, at most 5,000 steps, and leaves their data
+    # out; three times at most.
     on_spike="skip",
 
     log_every=10,

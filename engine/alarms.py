@@ -157,8 +157,8 @@ def all_reduce_slower(records):
 
 
 def straggler(records):
-    """In each of the last 5 records the same rank was the slowest, by half of what the rank in the middle takes, and by a
-    tenth of the step's time: so long the others wait for it."""
+    """In each of the last 5 records the same rank was the slowest, by half of what the rank in the middle takes, and by
+    a tenth of the step's time: so long the others wait for it."""
     last = [record for record in records if "slowest" in record][-5:]
     late = lambda r: r["slowest_seconds"] - r["rank_seconds"]
     if (len(last) == 5 and len({record["slowest"] for record in last}) == 1

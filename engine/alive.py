@@ -38,8 +38,8 @@ SHORT = 6               # so many beats suffice when it is known that something 
 
 
 class Alive:
-    """`with Alive(setup, timeout) as alive:` around all that a rank does. timeout: seconds without a sign of life; hang:
-    seconds at one place; leave: seconds from a signal to the end of a step."""
+    """`with Alive(setup, timeout) as alive:` around all that a rank does. timeout: seconds without a sign of life;
+    hang: seconds at one place; leave: seconds from a signal to the end of a step."""
 
     def __init__(self, setup, timeout=60.0, hang=600.0, leave=30.0):
         self.setup, self.timeout, self.hang, self.leave = setup, timeout, hang, leave

@@ -14,9 +14,10 @@ A conversation is one line of JSON:
 
 An optional system message comes first, then user and assistant take turns, and the assistant has the last word.
 `weight`, on assistant messages only, is a number from 0 to 1e9 for the whole message (0: not trained), or a list of
-spans [[start, end, weight], ...] over the characters of the content; what lies in no span weighs 1. Lines in other usual
-forms are read as well (`as_messages`). A prompt is {"messages": messages}, where the user has the last word. Other keys
-beside these are kept as they are. Every line is checked before anything is used, and all bad lines are reported together.
+spans [[start, end, weight], ...] over the characters of the content; what lies in no span weighs 1. Lines in
+other usual forms are read as well (`as_messages`). A prompt is {"messages": messages}, where the user has the
+last word. Other keys beside these are kept as they are. Every line is checked before anything is used, and all
+bad lines are reported together.
 Preferences: engine/rankings.py.
 """
 
@@ -38,10 +39,11 @@ def _alike(before, behind, strip=""):
     return {role: (before.replace("{role}", role), behind, strip) for role in ROLES}
 
 
-# How a conversation is written down, by name: the special token that ends an answer; what stands before all; and for each
-# role what stands before and behind a message's text, and whether blanks at its ends are cut off ("prompted": the user's
-# first one behind a system's). {bos}, {end} and names of special tokens stand for these tokens; what lies between two of
-# them is one text and encoded together, as transformers does. A model answers in the form that it was taught.
+# How a conversation is written down, by name: the special token that ends an answer; what stands before all; and
+# for each role what stands before and behind a message's text, and whether blanks at its ends are cut off
+# ("prompted": the user's first one behind a system's). {bos}, {end} and names of special tokens stand for these
+# tokens; what lies between two of them is one text and encoded together, as transformers does. A model answers in
+# the form that it was taught.
 FORMS = {
     "own": ("<|end|>", "{bos}", _alike("<|{role}|>", "{end}")),
     "chatml": ("<|im_end|>", "", _alike("<|im_start|>{role}\n", "{end}\n")),
@@ -147,8 +149,8 @@ def forms_for(tokenizer):
 
 
 def form_of(tokenizer, for_training=False):
-    """The name of the form in which the model with this tokenizer writes conversations: that of its template, if it is one
-    that `jinja` wrote, else the first whose end the tokenizer has. Refuses where it has none."""
+    """The name of the form in which the model with this tokenizer writes conversations: that of its template, if it is
+    one that `jinja` wrote, else the first whose end the tokenizer has. Refuses where it has none."""
     template, config = (tokenizer.files.get(file, b"") for file in ("chat_template.jinja", "tokenizer_config.json"))
     able = forms_for(tokenizer)
     name = next((name for name in able if template and template == jinja(tokenizer, name)), None)
@@ -307,8 +309,8 @@ def short(value):
 
 def read_lines(path, check, form=lambda entry: entry):
     """
-    form(entry) of each entry of a JSONL file. check(that) -> what is wrong with it. Lines end at "\\n" only: JSON allows other line
-    separators inside a text, where str.splitlines() would cut.
+    form(entry) of each entry of a JSONL file. check(that) -> what is wrong with it. Lines end at "\\n" only: JSON
+    allows other line separators inside a text, where str.splitlines() would cut.
     """
     try:
         lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")

@@ -50,7 +50,8 @@ _own = {}                   # the process group and the buffers of saves in the 
 
 
 def save_light(run_dir, step, model, tokenizer, setup, extra=None):
-    """Rank 0 writes the model as a Hugging Face folder; -> its path. extra: a dict for training.json (step, losses, hashes)."""
+    """Rank 0 writes the model as a Hugging Face folder; -> its path. extra: a dict for training.json
+    (step, losses, hashes)."""
     wait()
     final = folder_of(run_dir, "light", step)
 
@@ -69,8 +70,8 @@ def save_light(run_dir, step, model, tokenizer, setup, extra=None):
 def save_full(run_dir, step, modules, optimizers, state, setup, in_background=False, then=None):
     """Everything: weights and optimizer moments by parameter name, the random state of each rank, `state` (JSON).
 
-    modules {name: module}, optimizers {module's name: optimizer, or a list of them}. in_background: returns as soon as all
-    of it is copied; the writing is waited for by the next save, or by wait(). then(): what rank 0 does when the
+    modules {name: module}, optimizers {module's name: optimizer, or a list of them}. in_background: returns as soon as
+    all of it is copied; the writing is waited for by the next save, or by wait(). then(): what rank 0 does when the
     checkpoint has its name. -> the folder, which in the background is not there yet."""
     wait()
     final = folder_of(run_dir, "full", step)
@@ -114,8 +115,8 @@ def _background_group(setup):
 
 
 def _copied(tensors):
-    """The tensors as they are now, in memory of the CPU that is kept for the next save: where the machine has to find that
-    much memory each time, it takes longer than the copying itself."""
+    """The tensors as they are now, in memory of the CPU that is kept for the next save: where the machine has to find
+    that much memory each time, it takes longer than the copying itself."""
     kept, copies = _own.pop("copies", {}), {}
     kind = lambda t: (type(t), t.shape, t.dtype, getattr(t, "placements", None), getattr(t, "device_mesh", None))
     for name, tensor in tensors.items():
@@ -186,8 +187,8 @@ def _first_line(error):
 
 
 def prune(run_dir, kind, keep, keep_best=0):
-    """Removes all but the newest `keep` checkpoints (0: keeps all), and but the `keep_best` with the lowest held-out loss
-    among those that were measured when they were saved. What was set aside goes once the run is there again.
+    """Removes all but the newest `keep` checkpoints (0: keeps all), and but the `keep_best` with the lowest held-out
+    loss among those that were measured when they were saved. What was set aside goes once the run is there again.
 
     Only what is read now and found sound counts as kept: nothing is removed for the sake of a broken one."""
     steps, set_aside = steps_of(run_dir, kind), [*Path(run_dir).glob(f"{PREFIX[kind]}_????????.abandoned-*")]
@@ -216,9 +217,9 @@ def prune(run_dir, kind, keep, keep_best=0):
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 def resume(run_dir, modules, optimizers, setup, elsewhere="", trust_state=False):
-    """Continues from the newest full checkpoint that verifies: fills modules and optimizers, the random state, and returns
-    its state dict; None when there is nothing to continue from. A run that has none yet may take one of another run,
-    `elsewhere`.
+    """Continues from the newest full checkpoint that verifies: fills modules and optimizers, the random state, and
+    returns its state dict; None when there is nothing to continue from. A run that has none yet may take one of
+    another run, `elsewhere`.
 
     Rank 0 decides which one, for all; each rank reads and compares other files of it. Checkpoints that lie ahead of it
     belong to a past that will not happen, and keep another name; half-written folders of a killed run are removed."""
@@ -299,8 +300,8 @@ def refuse_foreign(folder, run_dir, trust_state, setup):
 
 @torch.no_grad()
 def load_full(folder, modules, optimizers, setup):
-    """Fills everything from a full checkpoint; -> the state dict that was saved. Works at another number of ranks too: weights
-    and moments are the same, the random state of ranks that did not exist is drawn anew."""
+    """Fills everything from a full checkpoint; -> the state dict that was saved. Works at another number of ranks too:
+    weights and moments are the same, the random state of ranks that did not exist is drawn anew."""
     state = read_json(folder / "state.json")
     _make_moments(optimizers)
     tensors = _tensors(modules, optimizers)
@@ -343,8 +344,8 @@ def _each(optimizers):
 
 
 def _make_moments(optimizers):
-    """Gives fresh optimizers the empty moments that a load can fill. (torch's own helper does it by taking a step with zero
-    gradients, which moves the step count from 0 to 1 when there turns out to be nothing to load.)"""
+    """Gives fresh optimizers the empty moments that a load can fill. (torch's own helper does it by taking a step with
+    zero gradients, which moves the step count from 0 to 1 when there turns out to be nothing to load.)"""
     for optimizer in (each for several in optimizers.values() for each in _each(several)):
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if isinstance(optimizer, torch.optim.Muon):

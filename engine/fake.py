@@ -1,9 +1,10 @@
 """
 A step of training without numbers, machines or memory: what each rank of a large world would hold, counted.
 
-train.py's own step, laid out over a world that is only imagined, runs on tensors that have a shape and no content, and every
-one of them is counted while it lives. Eager and with a CPU's kernels, which keep what flash attention keeps on CUDA;
-compiled blocks keep less. All that is used of PyTorch's private parts stands here, since it may move with any release.
+train.py's own step, laid out over a world that is only imagined, runs on tensors that have a shape and no
+content, and every one of them is counted while it lives. Eager and with a CPU's kernels, which keep what flash
+attention keeps on CUDA; compiled blocks keep less. All that is used of PyTorch's private parts stands here, since
+it may move with any release.
 """
 import contextlib
 from dataclasses import replace
@@ -45,8 +46,8 @@ def fake_world(size, rank=0):
 
 
 def answer_for_neighbours(schedule):
-    """A pipeline's stages first ask each other whether they know the shapes of what they send; imagined ones say nothing,
-    so here each is told that all do."""
+    """A pipeline's stages first ask each other whether they know the shapes of what they send; imagined ones say
+    nothing, so here each is told that all do."""
     if hasattr(schedule, "_warmup_p2p"):
         from torch.distributed.pipelining.stage import InferenceMode
         schedule._warmup_p2p = lambda stages, *_: [setattr(stage, "_inference_mode", InferenceMode.STATIC) for stage in stages]
@@ -94,11 +95,12 @@ class Tracker(MemTracker):
 
 
 def measure(config, shape, layout, step, rank=0):
-    """Bytes on one rank in a step: (at rest {state: bytes}, {moment: {component: bytes}} at the fullest of each moment).
+    """Bytes on one rank in a step: (at rest {state: bytes}, {moment: {component: bytes}} at the fullest of each
+    moment).
 
-    step(config, model, micro_batches, setup): forward and backward. Moments: ('forward', layer), 'loss', ('backward', layer),
-    'optimizer'. Two micro-batches are run (with stages one more than these), since from the second on there are gradients
-    beside the activations."""
+    step(config, model, micro_batches, setup): forward and backward. Moments: ('forward', layer), 'loss', ('backward',
+    layer), 'optimizer'. Two micro-batches are run (with stages one more than these), since from the second on there are
+    gradients beside the activations."""
     refuse(*[f"this torch ({torch.__version__}) keeps elsewhere what the plan needs ({MOVED}). It was tested with torch 2.13; all "
              "private names that it uses stand at the top of engine/fake.py"] * bool(MOVED))
     world = layout.pp * layout.dp * layout.tp
@@ -181,8 +183,8 @@ def components(kinds, weights, held):
 
 
 def measure_deep(config, shape, layout, step, rank=0):
-    """`measure` from two models of 3 and 4 layers (of a stage): from layer to layer everything grows evenly, so what lies
-    between the first two layers and the last two is not needed."""
+    """`measure` from two models of 3 and 4 layers (of a stage): from layer to layer everything grows evenly, so what
+    lies between the first two layers and the last two is not needed."""
     if shape.n_layer <= 4 * layout.pp or shape.n_layer % layout.pp:
         return measure(config, shape, layout, step, rank)
     few, more = (measure(config, replace(shape, n_layer=n * layout.pp), layout, step, rank) for n in (3, 4))

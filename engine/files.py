@@ -138,8 +138,8 @@ def read_json(path, missing=None, like={}):
 
 
 def json_lines(path):
-    """What stands in the lines of a .jsonl file, nothing when there is none; a line that a kill or a full disk cut short, or
-    that is damaged otherwise, is left out."""
+    """What stands in the lines of a .jsonl file, nothing when there is none; a line that a kill or a full disk cut
+    short, or that is damaged otherwise, is left out."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):
@@ -166,7 +166,8 @@ def intact(folder, checksums):
 
 def lock_folder(folder, wait=False):
     """
-    Makes `folder` if need be and takes it for this process alone; refuses when another one holds it, or says so and waits.
+    Makes `folder` if need be and takes it for this process alone; refuses when another one holds
+    it, or says so and waits.
 
     Returns an open file: the lock lasts until it is closed or the process ends, in whatever way, so a crash leaves none
     behind. (A lock file whose mere existence counts would have to be removed by hand after a kill -9.)

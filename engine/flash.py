@@ -1,7 +1,7 @@
 """
-Attention for compiled training on a CPU. The gradient that torch 2.13 has there takes seven times as long as the forward
-pass, for rows of 64 tokens seventeen times. The one below takes half of it at 256 and a fifth at 64, where it is
-compiled; eager, or for long rows, it is slower.
+Attention for compiled training on a CPU. The gradient that torch 2.13 has there takes seven times as long as the
+forward pass, for rows of 64 tokens seventeen times. The one below takes half of it at 256 and a fifth at 64, where it
+is compiled; eager, or for long rows, it is slower.
 """
 import math
 

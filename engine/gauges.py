@@ -86,7 +86,8 @@ class Gauges:
                         f"{setup.world} devices / the peak of one, {known}")
 
     def _mark(self, after, *_):
-        """The trunk begins a forward pass (of the step's micro-batches the first is kept), or has ended one (the last)."""
+        """The trunk begins a forward pass (of the step's micro-batches the first is kept), or has ended one (the
+        last)."""
         if torch.is_grad_enabled():                                  # evaluation is no part of it
             self.marks = [*self.marks[:1], _now(self.setup.device)] if after else self.marks or [_now(self.setup.device)]
 
@@ -207,8 +208,8 @@ def _wait(device):
 
 
 def memory(device):
-    """{name: bytes} of this process (resident, and how much of that is mapped files or shared), and what torch has of the
-    GPU (in tensors, taken from the driver, most in tensors since the start)."""
+    """{name: bytes} of this process (resident, and how much of that is mapped files or shared), and what torch has of
+    the GPU (in tensors, taken from the driver, most in tensors since the start)."""
     found = {}
     try:
         with open("/proc/self/statm") as file:

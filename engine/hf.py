@@ -89,8 +89,9 @@ def load_model(path, kind="lm", dtype=torch.float32):
 def read_model(folder, kind="lm", dimensions=None, **settings):
     """load_model for a folder that find_folder has given: its files are not compared with their checksums again.
 
-    kind: 'lm' -> Llama, 'scalar' -> ScalarModel (its head is drawn anew when the folder has none) with these dimensions,
-    or those of the folder. settings: what a folder does not say, attention and dropout. -> (model, tokenizer)"""
+    kind: 'lm' -> Llama, 'scalar' -> ScalarModel (its head is drawn anew when the folder has none) with
+    these dimensions, or those of the folder. settings: what a folder does not say, attention and
+    dropout. -> (model, tokenizer)"""
     config = replace(read_config(folder), **settings)
     if dimensions is None:
         dimensions = read_json(Path(folder) / "config.json").get("dimensions")

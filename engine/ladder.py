@@ -138,8 +138,8 @@ def lr_factor(decisions, step):
 
 
 def decide(deed, run, step, wrong, in_a_row, decisions, culprits, config):
-    """Writes down a roll-back because of what is `wrong` in step number `step` (from 0). Refuses when the run ends: deed
-    'stop', too many roll-backs, or no checkpoint to go back to. On rank 0."""
+    """Writes down a roll-back because of what is `wrong` in step number `step` (from 0). Refuses when the run ends:
+    deed 'stop', too many roll-backs, or no checkpoint to go back to. On rank 0."""
     if in_a_row >= config.max_bad_steps:
         wrong = f"{in_a_row} steps in a row had a loss or gradient that is not finite or leaps, the last {wrong}"
     told = [f"step {step + 1}: {wrong}", *describe(culprits)]

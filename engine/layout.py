@@ -2,8 +2,8 @@
 Models that several ranks hold together: train.py's `parallel`, `zero`, `hsdp`, `tp`, `pp`, `cpu_offload`.
 
 The engines are PyTorch's: DDP, FSDP2 (fully_shard), tensor parallel on DTensors, pipelining with the 1F1B schedule, all
-over one mesh. Which ranks do what is parallel.Layout; here it is done, on CPUs with gloo too, so that every layout can be
-compared with one process (tests/test_parallel.py).
+over one mesh. Which ranks do what is parallel.Layout; here it is done, on CPUs with gloo too, so that every layout can
+be compared with one process (tests/test_parallel.py).
 """
 import math
 import warnings
@@ -72,8 +72,8 @@ def spread(model, setup, compiled=False, dynamic=None):
 
 
 def keep_stage(model, stage, stages):
-    """Leaves of a Llama the layers of one stage, as even as they go, the first stages having one more; the embedding with
-    the first of them, norm and heads with the last. Names stay."""
+    """Leaves of a Llama the layers of one stage, as even as they go, the first stages having one more; the embedding
+    with the first of them, norm and heads with the last. Names stay."""
     trunk, count = model.model, len(model.model.layers)
     ends = [i * (count // stages) + min(i, count % stages) for i in (stage, stage + 1)]
     trunk.layers = nn.ModuleDict({str(i): trunk.layers[i] for i in range(*ends)})
@@ -85,9 +85,10 @@ def keep_stage(model, stage, stages):
 
 
 def split_matrices(model, mesh):
-    """Tensor parallel: a rank has some heads and a part of the MLP's width, so each sublayer ends in a sum over the ranks
-    (Shoeybi et al. 2019, arXiv 1909.08053). Between sublayers each rank has a part of the tokens (sequence parallel,
-    Korthikanti et al. 2022, 2205.05198): norms and dropout are not done tp times. The heads' logits are gathered."""
+    """Tensor parallel: a rank has some heads and a part of the MLP's width, so each sublayer ends in a sum over
+    the ranks (Shoeybi et al. 2019, arXiv 1909.08053). Between sublayers each rank has a part of the tokens
+    (sequence parallel, Korthikanti et al. 2022, 2205.05198): norms and dropout are not done tp times. The
+    heads' logits are gathered."""
     trunk, by_token = model.model, Shard(1)
     row = lambda: RowwiseParallel(output_layouts=by_token)
     gathered = lambda n: PrepareModuleInput(input_layouts=(by_token,) + (None,) * n, use_local_output=True,
@@ -185,8 +186,8 @@ class Pipeline(nn.Module):
         return found.reshape(1) if self.last else found
 
     def schedule(self, n, rows, time, backward):
-        """Made once for each shape; 1F1B (Narayanan et al. 2019, PipeDream-flush) keeps no more micro-batches' activations
-        than there are stages after this one."""
+        """Made once for each shape; 1F1B (Narayanan et al. 2019, PipeDream-flush) keeps no more micro-batches'
+        activations than there are stages after this one."""
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe    # loads the compiler
         key = n, rows, time, backward
         if key not in self.schedules:

@@ -57,8 +57,8 @@ def interleave(first, count, shares):
 class Mixture:
     """The tokens of one or more folders as one supply of blocks, numbered through: the first source's, then the next's.
 
-    weights: of the sources, > 0; their shares of the blocks are these over their sum. Each source has epochs of its own,
-    so a small one with a large share comes round more often. A single source is in the order of `step_blocks`."""
+    weights: of the sources, > 0; their shares of the blocks are these over their sum. Each source has epochs of its
+    own, so a small one with a large share comes round more often. A single source is in the order of `step_blocks`."""
 
     def __init__(self, sources, names, weights, block_size):
         self.sources, self.names, self.block_size = sources, names, block_size
@@ -131,11 +131,11 @@ def mix_problems(mix):
 # --- reading ahead ---------------------------------------------------------------------------------------------------
 
 def read_ahead(data, step, last, skipped, per_step, config, setup):
-    """Yields for each step of training from `step` to the one before `last` its blocks, (per_step,) int64, and this rank's
-    share of them as micro-batches on its device: [(inputs, targets, weights), ...], each (B, T).
+    """Yields for each step of training from `step` to the one before `last` its blocks, (per_step,) int64, and this
+    rank's share of them as micro-batches on its device: [(inputs, targets, weights), ...], each (B, T).
 
-    One thread reads the next steps meanwhile, so that between steps only the copying is left; on CUDA from pinned memory,
-    which the GPU fetches by itself. To go on elsewhere in the plan, close() this and begin another."""
+    One thread reads the next steps meanwhile, so that between steps only the copying is left; on CUDA from pinned
+    memory, which the GPU fetches by itself. To go on elsewhere in the plan, close() this and begin another."""
     on_cuda = setup.device.type == "cuda"
     size = setup.layout.micro if setup.layout else config.micro_batch_size
 

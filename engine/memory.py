@@ -1,6 +1,6 @@
 """
-What a training step's memory is made of, by arithmetic; and what a run says that has run out of it. The same by running a
-step without numbers: engine/fake.py.
+What a training step's memory is made of, by arithmetic; and what a run says that has run out of it. The same by running
+a step without numbers: engine/fake.py.
 """
 import re
 import traceback
@@ -48,15 +48,15 @@ def kept_per_token(shape, layout, b):
 
 
 def waiting(config, shape, layout, stage):
-    """Bytes that a pipeline's stage sets aside for each micro-batch of a step: hidden states that come, gradients that come
-    back. torch.distributed.pipelining has them for all at once."""
+    """Bytes that a pipeline's stage sets aside for each micro-batch of a step: hidden states that come, gradients that
+    come back. torch.distributed.pipelining has them for all at once."""
     ways = (stage > 0) + (stage < layout.pp - 1)
     return ways * dtype_of(config).itemsize * layout.micro * config.block_size * shape.n_embd / layout.tp
 
 
 def arithmetic(config, shape, layout, stage=0):
-    """{component: (bytes, how)} of a rank of this stage at the larger of two moments: when the loss has been computed, and
-    in the backward pass of the last layer but one."""
+    """{component: (bytes, how)} of a rank of this stage at the larger of two moments: when the loss has been computed,
+    and in the backward pass of the last layer but one."""
     own, block, layers = numbers_of(shape, layout, stage)
     b, s, tokens = dtype_of(config).itemsize, 1 if layout.plain else layout.shards, layout.micro * config.block_size
     none, selective, full = kept_per_token(shape, layout, b)

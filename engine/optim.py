@@ -36,9 +36,9 @@ def muon(model, learning_rate, matrix_learning_rate, weight_decay, betas=(0.9, 0
 
 
 class Muon(torch.optim.Muon):
-    """torch's, bit for bit where the machine multiplies bf16 natively. Elsewhere torch's emulates bf16, which takes longer
-    than all the rest of a step: there the products are in fp32. Where a rank has only rows of each matrix, what is to be
-    made orthogonal is gathered, once for a matrix and step, and each rank keeps its rows of the result."""
+    """torch's, bit for bit where the machine multiplies bf16 natively. Elsewhere torch's emulates bf16, which takes
+    longer than all the rest of a step: there the products are in fp32. Where a rank has only rows of each matrix, what
+    is to be made orthogonal is gathered, once for a matrix and step, and each rank keeps its rows of the result."""
 
     @torch.no_grad()
     def step(self):
@@ -86,8 +86,9 @@ def optimiser_problems(config):
 
 
 def warmup_length(max_steps, asked=None):
-    """min(2000, 0.4 % of the run) as is common, but not below a tenth of a run of up to 1000 steps or 100 steps: 0.4 % of
-    1000 would be 4, and Adam's second moment (beta2 = 0.95) is noise for about 20. None in a run of fewer than 10."""
+    """min(2000, 0.4 % of the run) as is common, but not below a tenth of a run of up to 1000 steps or 100
+    steps: 0.4 % of 1000 would be 4, and Adam's second moment (beta2 = 0.95) is noise for about 20. None in
+    a run of fewer than 10."""
     if asked is not None:
         return asked
     return max(min(2000, int(0.004 * max_steps)), min(100, max_steps // 10))
@@ -130,9 +131,10 @@ def clip(parameters, max_norm, setup=None, scale=1.0):
 
 
 class LossScale:
-    """fp16 ends at 65504 above and at 6e-8 below, where small gradients become 0: so the loss is multiplied by as much as
-    the gradients bear (Micikevicius et al. 2018, arXiv 1710.03740). Half as much when one overflows, twice as much after
-    2000 steps in which none did. All ranks see the same norm, so they have the same scale. Other dtypes: always 1."""
+    """fp16 ends at 65504 above and at 6e-8 below, where small gradients become 0: so the loss is multiplied by as
+    much as the gradients bear (Micikevicius et al. 2018, arXiv 1710.03740). Half as much when one overflows,
+    twice as much after 2000 steps in which none did. All ranks see the same norm, so they have the same scale.
+    Other dtypes: always 1."""
 
     def __init__(self, dtype, saved=None):
         self.on = dtype == torch.float16

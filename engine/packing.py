@@ -95,8 +95,8 @@ def plan(lengths, sizes, counts, batch_size, window, seed, epoch):
 
 
 def text_examples(data, tokenizer, length, weight, seed):
-    """Pieces of the documents in shards, of up to length + 1 tokens, as conversations are, (ids, weights), with weight 1
-    for each token. As many as weigh `weight`, or all; which ones is up to the seed."""
+    """Pieces of the documents in shards, of up to length + 1 tokens, as conversations are, (ids, weights), with weight
+    1 for each token. As many as weigh `weight`, or all; which ones is up to the seed."""
     examples, n = [], n_blocks(data.n_tokens, length)
     for block in permuted(np.arange(n), n, seed):
         ids = data.read_block(block, length)

@@ -57,8 +57,8 @@ class Setup:
             print(text, flush=True)
 
     def autocast(self):
-        """Matrix products in bf16 or fp16, where the run is in that; weights keep their fp32. FSDP's engine gives out weights
-        in that dtype already."""
+        """Matrix products in bf16 or fp16, where the run is in that; weights keep their fp32. FSDP's engine gives out
+        weights in that dtype already."""
         if self.dtype == torch.float32 or self.layout and not self.layout.plain:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
@@ -66,9 +66,9 @@ class Setup:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks divide the work: pp stages of layers, each on dp * tp ranks, in this order (neighbours in a row share
-    matrices, so that the most talkative sit in one machine). dp = replicas * shards: the data are cut into dp shares; the
-    states over the shards."""
+    """How the ranks divide the work: pp stages of layers, each on dp * tp ranks, in this order (neighbours in a row
+    share matrices, so that the most talkative sit in one machine). dp = replicas * shards: the data are cut into dp
+    shares; the states over the shards."""
     pp: int = 1
     replicas: int = 1
     shards: int = 1
@@ -85,8 +85,8 @@ class Layout:
 
     @property
     def in_buckets(self):
-        """Whether gradients are views into DDP's buckets. These stay, so gradients are zeroed between steps: freed, they
-        would be made a second time beside them."""
+        """Whether gradients are views into DDP's buckets. These stay, so gradients are zeroed between steps: freed,
+        they would be made a second time beside them."""
         return self.plain and self.replicas > 1
 
     def __str__(self):
@@ -159,8 +159,10 @@ def divide(config, shape, world):
 def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0, patience=600.0):
     """Chooses device, dtype and threads, joins the other ranks, seeds everything; -> Setup.
 
-    device: 'auto', 'cpu' or 'cuda'. dtype: 'auto' (bf16 where the machine multiplies it natively), 'bf16', 'fp16', 'fp32'.
-    deterministic: None = yes on CPU, where it costs about 4 %. threads: 0 = the cores divided by the processes of this machine.
+    device: 'auto', 'cpu' or 'cuda'. dtype: 'auto' (bf16 where the machine multiplies it natively), 'bf16', 'fp16',
+    'fp32'.
+    deterministic: None = yes on CPU, where it costs about 4 %. threads: 0 = the cores divided by the
+    processes of this machine.
     patience: seconds that the ranks wait for each other, at the start and in a collective."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -182,7 +184,8 @@ def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0, pa
         # TF32 only where a product is asked for in fp32: it keeps 10 bits of mantissa, and these runs promise fp32.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     if chosen.type == "cpu" if deterministic is None else deterministic:
-        # Without this, compiled bf16 on two threads gives other bits in every run, and a resume can not be proven exact.
+        # Without this, compiled bf16 on two threads gives other bits in every run, and a resume can not be proven
+        # exact.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=chosen.type != "cpu")
         # It would also fill every new tensor with NaN, to show reads of memory never written: a cost at each step.
@@ -195,7 +198,8 @@ def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0, pa
 def connect(rank, world, device, patience):
     """Makes the process group; -> the name of this start. Refuses when the ranks do not find each other in time."""
     address, port, me = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), socket.gethostname()
-    # The flight recorder: when a collective waits too long each rank writes down what it was in; torchfrtrace reads that.
+    # The flight recorder: when a collective waits too long each rank writes down what it was in;
+    # torchfrtrace reads that.
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     try:
@@ -258,8 +262,9 @@ def _name_of_start(rank, world, patience):
 
 def keep_memory(setup):
     """Memory that is freed stays with the process, for runs that ask for tensors of the same sizes in every step. glibc
-    returns large blocks to the system at once, which hands them out again page by page, and zeroed: a tenth of a step on
-    a CPU. Not for rows that differ in length: the kept pieces would not fit, and memory grow. Without glibc: nothing."""
+    returns large blocks to the system at once, which hands them out again page by page, and zeroed: a tenth of
+    a step on a CPU. Not for rows that differ in length: the kept pieces would not fit, and memory grow.
+    Without glibc: nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt and setup.device.type == "cpu":
         mallopt(-3, 1 << 30)            # M_MMAP_THRESHOLD: below 1 GiB from the heap
@@ -330,7 +335,8 @@ def refuse_once(setup, *problems):
 
 def finish(setup):
     """The end of what the ranks do together. gloo's threads need Python's lock to let go of the last collective's
-    tensors; a destructor that waits for these threads holds it, and both wait for ever (torch 2.13). So they get a moment."""
+    tensors; a destructor that waits for these threads holds it, and both wait for ever (torch
+    2.13). So they get a moment."""
     if setup.world > 1:
         barrier(setup)
         time.sleep(0.2)
@@ -338,8 +344,8 @@ def finish(setup):
 
 
 def wrap(model, setup):
-    """DDP where there are several ranks. DDP averages gradients over ranks; the losses here are sums over the global step,
-    so they are multiplied by the world size where they are formed (see train.py)."""
+    """DDP where there are several ranks. DDP averages gradients over ranks; the losses here are sums over the global
+    step, so they are multiplied by the world size where they are formed (see train.py)."""
     if setup.world == 1:
         return model
     return DistributedDataParallel(model, device_ids=[setup.local_rank] if setup.device.type == "cuda" else None,
@@ -367,9 +373,9 @@ def accumulate(micro_batches, *models):
 
 
 def compile_blocks(model, setup, wanted, dynamic=None):
-    """Compiles each block in place (parameter names stay as they are), and says in one line if it can not. All blocks have
-    one shape, so one compilation serves them all; compiling the whole model instead takes n_layer times as long for a few
-    percent. On a CPU torch.compile writes C++ and needs a compiler.
+    """Compiles each block in place (parameter names stay as they are), and says in one line if it can not. All blocks
+    have one shape, so one compilation serves them all; compiling the whole model instead takes n_layer times as long
+    for a few percent. On a CPU torch.compile writes C++ and needs a compiler.
 
     dynamic=True where the batches' widths differ: otherwise the first width is compiled for itself, and all again."""
     if not wanted:

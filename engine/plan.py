@@ -1,6 +1,7 @@
 """
-What a run needs and takes, told before it is paid for: `python train.py config/llama2_7b.py --plan=8`. It needs no GPU and
-no data: memory is that of engine/fake.py and engine/memory.py, time and traffic are arithmetic from what stands in the next lines.
+What a run needs and takes, told before it is paid for: `python train.py config/llama2_7b.py --plan=8`. It needs no
+GPU and no data: memory is that of engine/fake.py and engine/memory.py, time and traffic are arithmetic from what
+stands in the next lines.
 """
 import math
 from dataclasses import replace
@@ -16,10 +17,12 @@ from engine.preflight import kept_at_once
 from model import Llama
 
 # One GPU, from NVIDIA's data sheets: FLOP/s in bf16 (dense), bytes, bytes/s each way over NVLink, and over the network
-# adapter that the maker's own machine (DGX) has for each GPU: 200 Gb/s InfiniBand beside A100, 400 Gb/s beside the others.
+# adapter that the maker's own machine (DGX) has for each GPU: 200 Gb/s InfiniBand beside A100, 400
+# Gb/s beside the others.
 GPUS = {"A100": (312e12, 80e9, 300e9, 25e9), "H100": (989.4e12, 80e9, 450e9, 50e9), "H200": (989.4e12, 141e9, 450e9, 50e9)}
 PER_NODE = 8
-# What torch does not count: CUDA's context, NCCL's and cuBLAS's buffers, room between blocks that fits nothing. A guess.
+# What torch does not count: CUDA's context, NCCL's and cuBLAS's buffers, room between blocks that fits nothing. A
+# guess.
 UNCOUNTED = 4 * GIB
 # Of 16,384 H100s, or of what belongs to them, something failed 419 times in 54 days (Llama 3, arXiv 2407.21783, 3.3.4).
 GPU_HOURS_TO_FAILURE = 54 * 24 * 16384 / 419
@@ -42,7 +45,8 @@ def plan_problems(config):
 
 
 def announce(config, shape, step):
-    """Prints the plan for config.plan GPUs. step(config, model, micro_batches, setup): train.py's forward and backward."""
+    """Prints the plan for config.plan GPUs. step(config, model, micro_batches, setup): train.py's forward and
+    backward."""
     layout, problems = divide(config, shape, config.plan)
     refuse(*plan_problems(config), *shape.problems(), *problems)
     config = changed(config, separate_documents=False)            # one by one they take no more, and nobody knows how many
@@ -105,7 +109,8 @@ def memory_of_configured(config, shape, layout, step):
 
 
 def neighbours(config, shape, step, layout, fullest):
-    """Prints and returns [(name, bytes or None)]: the layouts beside the configured one, each by running fewer layers."""
+    """Prints and returns [(name, bytes or None)]: the layouts beside the configured one, each by running fewer
+    layers."""
     capacity = GPUS[config.plan_gpu][1] - UNCOUNTED
     ways = {"as configured": {}, f"micro_batch_size={2 * layout.micro}": {"micro_batch_size": 2 * layout.micro},
             **({f"micro_batch_size={layout.micro // 2}": {"micro_batch_size": layout.micro // 2}} if layout.micro > 1 else {}),
@@ -133,8 +138,9 @@ def neighbours(config, shape, step, layout, fullest):
 # ---- what travels ----------------------------------------------------------------------------------------------------
 
 def traffic(config, shape, layout):
-    """[(what, bytes that a GPU sends in a step, ranks that share it, how far apart two neighbours among them are)] of the
-    first stage. Rings: of what n ranks gather, each sends (n - 1) / n; an all-reduce is a reduction and a gathering."""
+    """[(what, bytes that a GPU sends in a step, ranks that share it, how far apart two neighbours among them
+    are)] of the first stage. Rings: of what n ranks gather, each sends (n - 1) / n; an all-reduce is a
+    reduction and a gathering."""
     own, block, layers = numbers_of(shape, layout)
     b, n, tokens = dtype_of(config).itemsize, layout.n_micro, layout.micro * config.block_size
     share = lambda ranks: (ranks - 1) / ranks

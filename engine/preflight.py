@@ -1,8 +1,8 @@
 """
 Before step 1: what would go wrong hours later, or would quietly make the run another one, is said now, all at once.
 
-What can not work is a problem, and the run is refused with all of them. What only makes it slow or hard to understand is
-a note. What the ranks tell of themselves is gathered once, so every rank comes to the same verdict.
+What can not work is a problem, and the run is refused with all of them. What only makes it slow or hard to understand
+is a note. What the ranks tell of themselves is gathered once, so every rank comes to the same verdict.
 
 With one process there is nothing to compare and nobody to reach: what is left takes a millisecond or two.
 """
@@ -134,7 +134,8 @@ def network_rate(name, root=Path("/sys/class")):
 # --- the disk --------------------------------------------------------------------------------------------------------
 
 def write_problems(folder):
-    """Makes, renames and removes a file in `folder`: what every checkpoint needs, and a network disk may not let one."""
+    """Makes, renames and removes a file in `folder`: what every checkpoint needs, and a network disk may not let
+    one."""
     trial = folder / f".trial-{socket.gethostname()}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -157,8 +158,8 @@ def kept_at_once(config):
 
 
 def disk_problems(config, folder, numbers):
-    """Room for the checkpoints of a run. numbers: {kind: how many numbers of 4 bytes one has}. Those that are there count,
-    but for the next one's place."""
+    """Room for the checkpoints of a run. numbers: {kind: how many numbers of 4 bytes one has}. Those that are there
+    count, but for the next one's place."""
     there = {kind: min(count - 1, len(steps_of(folder, kind))) for kind, count in kept_at_once(config).items()}
     more = {kind: count - there[kind] for kind, count in kept_at_once(config).items()}
     needed = sum(4 * numbers[kind] * count for kind, count in more.items())
@@ -287,7 +288,8 @@ LINKS = {r"NVIDIA A100-SXM.*": 300e9, r"NVIDIA H100 80GB HBM3": 450e9, r"NVIDIA 
 
 
 def measure(setup):
-    """((seconds, bytes) of an all-reduce, problems): first one whose sum is known, which also sets up the connections."""
+    """((seconds, bytes) of an all-reduce, problems): first one whose sum is known, which also sets up the
+    connections."""
     known = torch.full((4,), setup.rank + 1.0, device=setup.device)
     found, expected = parallel.all_sum(known, setup).tolist(), setup.world * (setup.world + 1) / 2
     wrong = [f"the sum of 1 to {setup.world} over the ranks came out as {found[0]:g}, and is {expected:g}: the network or "
@@ -307,7 +309,8 @@ def link(ranks):
 
 
 def bandwidth(seconds, size, world, expected):
-    """(what is printed, notes) of an all-reduce of `size` bytes; counted as nccl-tests does, 2 (n-1)/n bytes / seconds."""
+    """(what is printed, notes) of an all-reduce of `size` bytes; counted as nccl-tests does, 2
+    (n-1)/n bytes / seconds."""
     rate = 2 * (world - 1) / world * size / seconds
     told = f"{size / 2**20:.0f} MiB in {1000 * seconds:.2f} ms, {rate / 1e9:.2f} GB/s on each link"
     if expected is None:

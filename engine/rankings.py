@@ -7,12 +7,13 @@ A line of JSON has one of these forms, messages as in engine/chat.py with the us
     {"prompt": messages, "ranked": [text, ...], "margin"?, "dimension"?}       best first; equally good ones as a list among them
     {"prompt": messages, "answer": text, "grades": {dimension: number, ...}}   the higher, the better
 
-A dimension is what is judged ("helpful", "safe"); a line without one is about the answers as a whole. Of graded answers,
-those to one prompt are compared, in each dimension for itself. Other keys are ignored, but for "scores": {"chosen": number,
-"rejected": number}, by which the report tells how far apart a pair is.
+A dimension is what is judged ("helpful", "safe"); a line without one is about the answers as a whole. Of graded
+answers, those to one prompt are compared, in each dimension for itself. Other keys are ignored, but for "scores":
+{"chosen": number, "rejected": number}, by which the report tells how far apart a pair is.
 
-Every line is checked before anything is used, and all bad lines are reported together. Two collections are read as they are
-published (`as_preference`); what they have that is no preference is left out and counted, since nobody here wrote it.
+Every line is checked before anything is used, and all bad lines are reported together. Two collections are
+read as they are published (`as_preference`); what they have that is no preference is left out and counted,
+since nobody here wrote it.
 """
 import contextlib
 import json
@@ -36,8 +37,8 @@ from engine.shards import steps_by_length
 
 def read_preferences(path, dimensions=()):
     """-> (records, left_out): dicts with "prompt", "ranked" (lists of texts, best first; what stands in one list is
-    equally good), "dimension" ("": as a whole), "margin", "worth" (a number for each of those lists, NaN where nobody told);
-    and why the others were left out, a sentence each.
+    equally good), "dimension" ("": as a whole), "margin", "worth" (a number for each of those lists, NaN where nobody
+    told); and why the others were left out, a sentence each.
 
     dimensions: the names that a line may have; none: any, and an answer's grade is the mean of its grades."""
     lines = chat.read_lines(path, partial(_wrong, dimensions=dimensions), as_preference)
@@ -72,7 +73,8 @@ def as_preference(entry):
     """The line in our form, if it is in one of these; otherwise as it is, and the check tells what is wrong.
 
         {"chosen": dialogue, "rejected": dialogue}        Anthropic's HH (Bai et al. 2022, arXiv 2204.05862), a dialogue being
-                                                          "\\n\\nHuman: ...\\n\\nAssistant: ...", the last answer the judged one
+                                                          "\\n\\nHuman: ...\\n\\nAssistant: ...", the
+                                                          last answer the judged one
         {"instruction": text, "completions": [{"response": text, "annotations": {name: {"Rating": "4"}}}, ...]}
                                                           UltraFeedback (Cui et al. 2023, arXiv 2310.01377)
         {"chosen": messages, "rejected": messages, "score_chosen"?, "score_rejected"?}       its pairs, and others' """
@@ -187,16 +189,16 @@ def shares(dimensions):
 # --- Rankings of token ids -------------------------------------------------------------------------------------------
 
 def read_rankings(path, tokenizer, block_size, dimensions=None):
-    """The rankings of a preference file, and why others were left out, a sentence each: of those nothing is to be compared,
-    or not without the dialogues that are longer than the model can read. A ranking is a dict:
+    """The rankings of a preference file, and why others were left out, a sentence each: of those nothing is to be
+    compared, or not without the dialogues that are longer than the model can read. A ranking is a dict:
 
         "dialogues"    lists of token ids, best first          "prompt"     how many of the ids are the prompt
         "level"        a number for each, smaller is better    "margin"     by which a better one should be ahead
         "worth"        a number for each, for the report       "dimension"  what was judged, "": the answers as a whole
         "heads"        what each head of the model counts in the score: 1 for that of the dimension, or all their weights
 
-    dimensions: {name: weight}. A dialogue ends in <|end|> (or what the model's form has for it), and that is where it is
-    scored: there the model has read all of the answer and knows that it is over."""
+    dimensions: {name: weight}. A dialogue ends in <|end|> (or what the model's form has for it), and that is where it
+    is scored: there the model has read all of the answer and knows that it is over."""
     def dialogue_of(record, text):
         ids, weights = chat.render(tokenizer, [*record["prompt"], {"role": "assistant", "content": text}])
         behind = next(i for i, weight in enumerate(reversed(weights)) if weight)        # ChatML has a line end there
@@ -243,9 +245,9 @@ def means_of_pairs(x, ranking):
 # --- A run on them ---------------------------------------------------------------------------------------------------
 
 def read_files(config, tokenizer, context, setup, names, dimensions=None):
-    """The rankings of data_dir/chat/preferences_*.jsonl: (path, train, left_out, {name: rankings} of those of `names` that are
-    there, problems). context: tokens that the model reads; problems: why they, and the settings that both stages have,
-    make no step, a sentence each."""
+    """The rankings of data_dir/chat/preferences_*.jsonl: (path, train, left_out, {name: rankings} of those of `names`
+    that are there, problems). context: tokens that the model reads; problems: why they, and the settings that both
+    stages have, make no step, a sentence each."""
     place = lambda name: Path(config.data_dir) / "chat" / f"preferences_{name}.jsonl"
     path, others = place("train"), {}
     refuse_missing(setup, {path: "preferences"}, f"The demonstration's: {config.command('prepare_chat.py')}",

@@ -157,8 +157,8 @@ def kl_loss(logprobs, ref_logprobs):
 
 
 def token_weights(mask, kind, tokens, answers, longest):
-    """What each token's loss is multiplied by in the sum over an optimiser step, (B, R). tokens, answers: how many there
-    are in the whole step, on all ranks; longest: the limit of an answer's length.
+    """What each token's loss is multiplied by in the sum over an optimiser step, (B, R). tokens, answers: how many
+    there are in the whole step, on all ranks; longest: the limit of an answer's length.
 
     'token'     1 / tokens: all alike (DAPO, Yu et al. 2025, arXiv 2503.14476; PPO too)
     'sequence'  each answer alike, its tokens share that: a long bad answer is punished less per token than a short one,
@@ -170,8 +170,8 @@ def token_weights(mask, kind, tokens, answers, longest):
 
 
 def dpo_loss(chosen, rejected, beta, kind="dpo", smoothing=0.0):
-    """The loss of each pair, (P,). chosen, rejected (P,): log(policy / reference) of the two answers, what DPO takes for
-    their rewards, in units of 1 / beta. It is ln 2 as long as policy and reference are one.
+    """The loss of each pair, (P,). chosen, rejected (P,): log(policy / reference) of the two answers, what DPO takes
+    for their rewards, in units of 1 / beta. It is ln 2 as long as policy and reference are one.
 
     'dpo'  -log sigmoid(beta (chosen - rejected)), of sums over the tokens (Rafailov et al. 2023, arXiv 2305.18290, eq. 7)
     'ipo'  (chosen - rejected - 1 / (2 beta))^2, of means over the tokens: does not push for ever where all agree (Azar

@@ -21,9 +21,9 @@ from engine.preflight import preflight
 
 
 def open_run(config, stage, setup, n_params=0, in_full=0, **made_from):
-    """Takes out_dir/stage for this run; -> (folder, lock), or (folder, None) when the run is finished. Of one that is not,
-    engine/preflight.py looks at all ranks and machines first. For the room on the disk: n_params of the model that a light
-    checkpoint holds; numbers in a full one, by default its weights and AdamW's two moments.
+    """Takes out_dir/stage for this run; -> (folder, lock), or (folder, None) when the run is finished. Of one that is
+    not, engine/preflight.py looks at all ranks and machines first. For the room on the disk: n_params of the model that
+    a light checkpoint holds; numbers in a full one, by default its weights and AdamW's two moments.
 
     made_from: {what: path} of the files and folders that it reads, or a text that stands for their content. The lock
     lives as long as the object does: keep it. Refuses a folder that another process uses, and one that was begun with
@@ -108,8 +108,8 @@ def refuse_other_disk(folder, setup, patience=5):
 
 
 def record(config, folder, prints):
-    """What the run is made with: config.json and inputs.json for programs; config_hash.txt, of which every checkpoint gets
-    a copy, in a few lines for people."""
+    """What the run is made with: config.json and inputs.json for programs; config_hash.txt, of which every checkpoint
+    gets a copy, in a few lines for people."""
     config.save(folder)
     write_json(folder / "inputs.json", prints)
     facts = {"config": config.hash, **prints, "commit": read_json(folder / "config.json")["commit"]}

@@ -65,8 +65,8 @@ def order_problems(folder):
     where there is nothing to prove.
 
     The plan is computed anew from config.json, the token shards, and the windows that the checkpoint says were skipped.
-    Of a step that was done more than once the last time counts, by however many processes: that is what the weights have
-    learned. Steps behind the checkpoint are not looked at, since they will be done again."""
+    Of a step that was done more than once the last time counts, by however many processes: that is what the weights
+    have learned. Steps behind the checkpoint are not looked at, since they will be done again."""
     run = next((path for path in (Path(folder), Path(folder, "pretrain")) if (path / "config.json").exists()), None)
     if run is None:
         refuse(f"--order={folder}: no run there. Expected an out_dir with pretrain/ in it, or that folder, with a "

@@ -181,8 +181,8 @@ class TokenData:
         self.n_tokens, self.n_docs = entry["n_tokens"], entry["n_docs"]
         self.bos_id, self.eos_id = self.index["bos_id"], self.index["eos_id"]
         self.dtype = np.dtype(self.index["dtype"]).newbyteorder("<")
-        # Not mapped: every page that was ever looked at would count as this process's memory, and a file that is cut short
-        # or a disk that fails would kill it without a word.
+        # Not mapped: every page that was ever looked at would count as this process's memory, and a file that is cut
+        # short or a disk that fails would kill it without a word.
         self.files = [open(self._path(file["name"], self.dtype, file["tokens"]), "rb", 0) for file in entry["files"]]
         self.starts = np.cumsum([0] + [file["tokens"] for file in entry["files"]])
         offsets = self._path(entry["offsets"]["name"], np.dtype("<u8"), self.n_docs + 1)
@@ -236,7 +236,8 @@ class TokenData:
         return ids
 
     def _read_file(self, number, start, end):
-        """The tokens from position start to end, which file `number` has. Any thread may ask: there is no file pointer."""
+        """The tokens from position start to end, which file `number` has. Any thread may ask: there is no file
+        pointer."""
         file, size = self.files[number], self.dtype.itemsize
         try:
             found = os.pread(file.fileno(), int(end - start) * size, int(start - self.starts[number]) * size)

@@ -62,7 +62,8 @@ class Watch:
                 self.open.enter_context(torch.cuda.nvtx.range(name))
 
     def where(self):
-        """(step, how many of its phases have begun, the last of them), for engine/alive.py; '' for what takes its time."""
+        """(step, how many of its phases have begun, the last of them), for engine/alive.py; '' for what takes its
+        time."""
         name = (self.phases or [""])[-1]
         return self.number, len(self.phases), "" if name == LAST_PHASE else name
 

@@ -90,7 +90,8 @@ RUN = re.compile(r"[ \t]+")
 
 
 def one_kind(text):
-    """With one kind of line end and one of space. (Each that is not there costs a search, a regular expression more.)"""
+    """With one kind of line end and one of space. (Each that is not there costs a search, a regular expression
+    more.)"""
     for end in LINE_ENDS:
         text = text.replace(end, "\n")
     for space in SPACES:

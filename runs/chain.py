@@ -7,8 +7,8 @@ An override goes to every stage that has the key; what is for one stage alone is
 Every stage decides by itself whether it is done, to be continued, or to be begun, so this list knows nothing of that.
 Appends to out_dir/timing.jsonl one line per call that did something: stage, wall and CPU seconds, exit status. The time
 of a stage is the sum of its calls up to the one that finished (runs/report.py adds them up); a call that found its
-stage done is not recorded. When all are done, out_dir/chain.json gets a hash of what that depends on; while that stays as
-it is, another call starts no stage.
+stage done is not recorded. When all are done, out_dir/chain.json gets a hash of what that depends on; while that stays
+as it is, another call starts no stage.
 """
 import contextlib
 import glob
@@ -53,9 +53,9 @@ def run(command, lock):
     """Runs one stage. Returns its exit status, wall seconds and CPU seconds (its workers' included)."""
     before, asked = os.times(), []
     child = subprocess.Popen(command, pass_fds=[lock.fileno()])
-    # A kill reaches only us, so it is passed on. Ctrl-C reaches the stage too, since it has our terminal; SIGINT sent to
-    # us does not: a stage that still runs a while later is told. Either way we stay until it has ended, to record what
-    # it took.
+    # A kill reaches only us, so it is passed on. Ctrl-C reaches the stage too, since it has our terminal; SIGINT
+    # sent to us does not: a stage that still runs a while later is told. Either way we stay until it has ended,
+    # to record what it took.
     old = {signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: asked.append(time.monotonic())),
            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: child.terminate())}
     while (status := child.poll()) is None:

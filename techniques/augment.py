@@ -1,5 +1,6 @@
 """
-Conversations out of a table, and more of them out of few: templates with slots; paraphrase and translation there and back.
+Conversations out of a table, and more of them out of few: templates with slots; paraphrase and
+translation there and back.
 
     python techniques/augment.py --templates=T.jsonl --table=FACTS.csv --against=MY_VAL.jsonl --out=made.jsonl
     python techniques/augment.py --conversations=made.jsonl --models=DIR --against=MY_VAL.jsonl --out=more.jsonl
@@ -14,9 +15,9 @@ Other words: the user's messages go through the prompts one after the other, eac
 are left); answers stay as they are. What a model says is taken as it is, so read some of it: only what does not end, is
 empty or says the same again is left out.
 
-What is too near to something that is there already (Jaccard of the sets of 3 words, `near`) is left out, and what stands
-in `against` is too: 13 words in a row are shared (Brown et al. 2020, 2005.14165, appendix C), or the whole of a message or
-conversation of 4 to 12 words. All of it is counted.
+What is too near to something that is there already (Jaccard of the sets of 3 words, `near`) is left out, and what
+stands in `against` is too: 13 words in a row are shared (Brown et al. 2020, 2005.14165, appendix C), or the whole of a
+message or conversation of 4 to 12 words. All of it is counted.
 """
 import csv
 import json
@@ -89,8 +90,8 @@ def filled(path, rows):
 
 
 def reworded(entries, config, setup):
-    """`copies` of each conversation in which the models have put the user's messages in other words. -> conversations, and
-    how many were left out since a message did not end, was empty or came back the same"""
+    """`copies` of each conversation in which the models have put the user's messages in other words. -> conversations,
+    and how many were left out since a message did not end, was empty or came back the same"""
     asked = [(i, j) for i, entry in enumerate(entries) for j, m in enumerate(entry["messages"]) if m["role"] == "user"]
     made, useless = [], 0
     loaded = [read_model(find_folder(folder)) for folder in config.models]
@@ -117,7 +118,8 @@ def words_of(text):
 
 
 def near_duplicates(entries, near, n=3):
-    """Numbers of the conversations that share `near` or more of their n-grams of words with an earlier one that stays."""
+    """Numbers of the conversations that share `near` or more of their n-grams of words with an
+    earlier one that stays."""
     having, sizes, found = defaultdict(list), {}, set()
     for i, entry in enumerate(entries):
         words = words_of(" ".join(message["content"] for message in entry["messages"]))

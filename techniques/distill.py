@@ -1,6 +1,6 @@
 """
-Distillation: a small model learns from a large one's probabilities, and not only from the one right token (Hinton et al.
-2015, arXiv 1503.02531).
+Distillation: a small model learns from a large one's probabilities, and not only from the one right token (Hinton et
+al. 2015, arXiv 1503.02531).
 
     loss of a token = (1 - weight) * -log p(target)  +  weight * T^2 * KL(teacher || student), both softened by T
                       + attention * KL(teacher's attention || student's) of that token, in the last layer
@@ -8,12 +8,12 @@ Distillation: a small model learns from a large one's probabilities, and not onl
 At a temperature T above 1 the teacher's small probabilities show: what else could have stood here. The gradient of the
 softened term shrinks like 1 / T^2, hence the factor; without it `weight` would mean less the higher T is.
 
-What the teacher looks at is learned as well with an attention above 0 (Zagoruyko & Komodakis 2017, 1612.03928; of the last
-layer alone, as probabilities: Wang et al. 2020, 2002.10957). Its heads' probabilities are averaged, and so are the
+What the teacher looks at is learned as well with an attention above 0 (Zagoruyko & Komodakis 2017, 1612.03928; of the
+last layer alone, as probabilities: Wang et al. 2020, 2002.10957). Its heads' probabilities are averaged, and so are the
 student's: so the two may differ in width, depth and heads. This takes the whole (T, T) map of one layer each.
 
-train.py and sft.py switch it on with --teacher=DIR; the mean is over the tokens that are trained, with their weights, as
-without a teacher. It pays where data are few: with enough of them the right tokens tell the same (see README).
+train.py and sft.py switch it on with --teacher=DIR; the mean is over the tokens that are trained, with their weights,
+as without a teacher. It pays where data are few: with enough of them the right tokens tell the same (see README).
 """
 import math
 
@@ -33,8 +33,8 @@ def kl_losses(logits, teacher_logits, temperature):
 
 
 def attention_map(model, x, begins=None):
-    """How much each token looks at each other one in the last layer, on average over its heads: fp32 (B, T, T), rows sum
-    to 1. x (B, T, C): what comes into that layer; begins as the model takes it."""
+    """How much each token looks at each other one in the last layer, on average over its heads: fp32 (B, T, T), rows
+    sum to 1. x (B, T, C): what comes into that layer; begins as the model takes it."""
     config, block = model.config, list(model.model.layers.children())[-1]
     batch, time, _ = x.shape
     index = torch.arange(time, device=x.device)
@@ -87,8 +87,8 @@ class Teacher:
     def losses(self, model, ids, targets, keep=None, begins=None):
         """(what is made small, the ordinary loss) of the student's N targets, fp32, each like targets.
 
-        ids (B, T); targets (B, T), or (N,) with keep (B, T) bool, the positions that have one; begins as the model takes
-        it."""
+        ids (B, T); targets (B, T), or (N,) with keep (B, T) bool, the positions that have one; begins
+        as the model takes it."""
         logits, found = look(model, ids, keep, begins, self.attention > 0)
         with torch.no_grad():
             theirs, map = look(self.model, ids, keep, begins, self.attention > 0)

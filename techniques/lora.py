@@ -3,15 +3,15 @@ LoRA: a large matrix stays as it is, and learns a small difference (Hu et al. 20
 
     y = W x + (alpha / rank) B A dropout(x)          W (out, in) frozen, A (rank, in), B (out, rank)
 
-B starts at 0, so the first forward pass is the model's own, bit for bit. What is trained is about 1 % of the weights, and
-so are the gradients and AdamW's two moments: tuning needs the memory of the weights and of the activations, and little
-more. sft.py switches it on with --lora_rank=8. Use three to ten times the learning rate of full tuning (README).
+B starts at 0, so the first forward pass is the model's own, bit for bit. What is trained is about 1 % of the weights,
+and so are the gradients and AdamW's two moments: tuning needs the memory of the weights and of the activations, and
+little more. sft.py switches it on with --lora_rank=8. Use three to ten times the learning rate of full tuning (README).
 
 All seven matrices of a block have one: leaving out those that are not square (k and v under grouped queries, the whole
 MLP) is a common mistake, and costs most of the effect. The head and the embeddings have none.
 
-Whoever saves, generates or scores sees an ordinary model, inside `merged`: W + (alpha / rank) B A is computed, and on the
-way out W comes back from a copy. Subtracting instead would leave other bits behind each time.
+Whoever saves, generates or scores sees an ordinary model, inside `merged`: W + (alpha / rank) B A is computed, and on
+the way out W comes back from a copy. Subtracting instead would leave other bits behind each time.
 """
 import contextlib
 from pathlib import Path
