@@ -50,8 +50,8 @@ def scrub(folder):
     found, faults = checkpoints_in(folder) if folder.is_dir() else [], []
     tokens = [path for path in (folder, folder / "tokens") if (path / "index.json").exists()]
     if not found and not tokens:
-        refuse(f"--verify={folder}: no checkpoint there. Expected a run's folder with step_NNNNNNNN or full_NNNNNNNN in it, "
-               "an out_dir with such folders, a single checkpoint, or a data_dir with tokens/index.json.")
+        refuse(f"--verify={folder}: no checkpoint there. Expected a run's folder with step_NNNNNNNN or full_NNNNNNNN "
+               "in it, an out_dir with such folders, a single checkpoint, or a data_dir with tokens/index.json.")
     for path in tokens:
         faults += (wrong := shard_problems(path))
         if not wrong:
@@ -59,13 +59,15 @@ def scrub(folder):
     for path in found:
         live = in_use(path.parent)
         if path.suffix == ".tmp":
-            wrong = [] if live else [f"{path} was being written when its run ended; the next call of that run removes it"]
+            left_over = f"{path} was being written when its run ended; the next call of that run removes it"
+            wrong = [] if live else [left_over]
         else:
             wrong = faults_of(path)
         if live and (path.suffix == ".tmp" or not path.exists()):       # being written, or just removed as too old
             continue
         if not wrong:
-            print(f"sound    {path}  ({sum(file.stat().st_size for file in path.rglob('*') if file.is_file()):,} bytes)")
+            print(f"sound    {path}  ({sum(file.stat().st_size for file in path.rglob('*') if file.is_file()):,} "
+                  "bytes)")
         faults += wrong
     return faults
 
@@ -79,8 +81,8 @@ def compare(one, other):
     stages = [path.name for path in sorted(one.glob("*")) if (path / "config.json").exists()]
     stages = [name for name in stages if (other / name / "config.json").exists()]
     if not stages:
-        refuse(f"--diff={one},{other}: no run there that can be compared. Expected two folders with a config.json, or two "
-               "out_dirs with a stage that both have.")
+        refuse(f"--diff={one},{other}: no run there that can be compared. Expected two folders with a config.json, or "
+               "two out_dirs with a stage that both have.")
     return [f"{name}: {found}" for name in stages for found in differences(one / name, other / name)]
 
 
@@ -90,7 +92,8 @@ def differences(one, other):
     keys = sorted(facts[0].keys() | facts[1].keys(), key=list({**facts[0], **facts[1]}).index)
     found = [f"{key}: {facts[0].get(key)!r}, {facts[1].get(key)!r}" for key in keys if facts[0].get(key) != facts[1].get(key)]
     if "commit" in keys and facts[0]["commit"] == facts[1]["commit"] and str(facts[0]["commit"]).endswith("+"):
-        found.append(f"commit: both were run with changes to {facts[0]['commit'][:8]} that no commit holds: not comparable")
+        found.append(f"commit: both were run with changes to {facts[0]['commit'][:8]} that no commit holds: not "
+                     "comparable")
     return found + log_differences(read_log(one), read_log(other))
 
 
@@ -133,7 +136,8 @@ def alarms_of(folder):
     seen."""
     logs = sorted({*folder.glob("log.jsonl"), *folder.glob("*/log.jsonl")})
     if not logs:
-        refuse(f"--alarms={folder}: no log there. Expected a stage's folder with a log.jsonl, or an out_dir with stages.")
+        refuse(f"--alarms={folder}: no log there. Expected a stage's folder with a log.jsonl, or an out_dir with "
+               "stages.")
     found = []
     for log in logs:
         rules = Alarms()
@@ -144,8 +148,8 @@ def alarms_of(folder):
 
 def main(config):
     if not any((config.verify, config.diff, config.order, config.alarms)):
-        refuse("nothing to do: --verify=DIR scrubs checkpoints, --diff=DIR,DIR compares two runs, --order=DIR proves the "
-               "order of a run's data, --alarms=DIR goes through logs; --help says more")
+        refuse("nothing to do: --verify=DIR scrubs checkpoints, --diff=DIR,DIR compares two runs, --order=DIR proves "
+               "the order of a run's data, --alarms=DIR goes through logs; --help says more")
     if config.diff and len(config.diff) != 2:
         refuse(f"--diff needs two folders, --diff=out/one,out/two; found {len(config.diff)}")
     findings = []

@@ -94,7 +94,8 @@ def reference_logprobs(model, rankings, config, pad_id, setup):
     model.eval()
     width = max(len(ranking["level"]) for ranking in rankings)
     table = torch.zeros(len(rankings), width, device=setup.device)
-    for numbers in micro_batches(list(range(len(rankings))), setup, config.micro_batch_size, lambda i: longest(rankings[i])):
+    everything, length_of = list(range(len(rankings))), lambda i: longest(rankings[i])
+    for numbers in micro_batches(everything, setup, config.micro_batch_size, length_of):
         part = [rankings[n] for n in numbers]
         sums, _ = answer_logprobs(model, part, pad_id, setup)
         for n, found in zip(numbers, sums.split([len(ranking["level"]) for ranking in part])):
@@ -116,8 +117,8 @@ def losses(model, rankings, config, pad_id, setup):
     best, first = torch.tensor([[level == min(ranking["level"]), number] for number, ranking in enumerate(rankings)
                                 for level in ranking["level"]], device=sums.device).unbind(1)
     own = sums.new_zeros(2, len(rankings)).index_add(1, first, torch.stack([-sums, tokens.to(sums)]) * best)
-    return (mean(loss), mean(rl.pair_accuracy(judged[better], judged[worse])), mean(ratios[better]), mean(ratios[worse]),
-            own[0] / own[1])
+    return (mean(loss), mean(rl.pair_accuracy(judged[better], judged[worse])), mean(ratios[better]),
+            mean(ratios[worse]), own[0] / own[1])
 
 
 @torch.no_grad()
@@ -140,8 +141,8 @@ def check_start(first, config, setup):
     expected = math.log(2) if config.loss == "dpo" else 1 / (2 * config.beta) ** 2
     allowed = 1e-4 if setup.dtype == torch.float32 else 0.05        # both were rounded, and in batches of other widths
     if not abs(first - expected) <= allowed * max(1.0, expected):
-        refuse_once(setup, f"the first loss is {first:.6f}, and {expected:.6f} while policy and reference are the same: "
-                    "the reference was computed otherwise (dropout? another precision?), or the tokens that are "
+        refuse_once(setup, f"the first loss is {first:.6f}, and {expected:.6f} while policy and reference are the "
+                    "same: the reference was computed otherwise (dropout? another precision?), or the tokens that are "
                     "summed differ")
 
 
@@ -201,7 +202,8 @@ def learn(config, setup, alive):
             check_start(loss, config, setup)
         done = step + 1
         if done == 1 or done % config.log_every == 0 or done == steps:
-            line = f"loss {loss:.4f}  ranked right {accuracy:.1%}  log ratio chosen {chosen:+.2f}, rejected {rejected:+.2f}"
+            line = (f"loss {loss:.4f}  ranked right {accuracy:.1%}  "
+                    f"log ratio chosen {chosen:+.2f}, rejected {rejected:+.2f}")
             monitor.log(done, line, loss=loss, accuracy=accuracy, chosen=chosen, rejected=rejected, best=own, lr=lr,
                         grad_norm=norm, step_seconds=time.perf_counter() - began)
         monitor.advance()
@@ -215,8 +217,8 @@ def learn(config, setup, alive):
     result = {"train_rankings": len(train), "steps": steps}
     if val:
         result["val"] = evaluate(model, val, config, pad_id, setup)
-        setup.say("held-out pairs: ranked right {accuracy:.1%}, loss {loss:.4f}, log ratio chosen {chosen:+.2f}, rejected "
-                  "{rejected:+.2f}".format(**result["val"]))
+        setup.say("held-out pairs: ranked right {accuracy:.1%}, loss {loss:.4f}, log ratio chosen {chosen:+.2f}, "
+                  "rejected {rejected:+.2f}".format(**result["val"]))
     folder = checkpoint.save_light(run, steps, model, tokenizer, setup, {"config_hash": config.hash})
     if setup.is_main:
         write_json(run / "result.json", result)

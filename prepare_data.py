@@ -376,8 +376,8 @@ def check(config):
                                workers=(0,), window_chars=(0,), window_overlap=(0,))
     problems += config.below_one("minhash_bands", "minhash_rows", "shard_tokens", "max_decompressed")
     if config.minhash_bands * config.minhash_rows > MOST_HASHES:
-        problems.append(f"minhash_bands x minhash_rows is {config.minhash_bands * config.minhash_rows:,} hash functions; "
-                        f"at most {MOST_HASHES:,} are computed, and 128 is usual")
+        problems.append(f"minhash_bands x minhash_rows is {config.minhash_bands * config.minhash_rows:,} hash "
+                        f"functions; at most {MOST_HASHES:,} are computed, and 128 is usual")
     if config.min_chars > config.max_chars:
         problems.append(f"min_chars is above max_chars: {config.min_chars:,} and {config.max_chars:,}")
     if config.window_chars and config.window_overlap >= config.window_chars // 2:
@@ -572,8 +572,8 @@ def prepare(config, root, paths, ranks):
         read = told["made_from"]["files"] if fits(told, {"made_from": {"files": [list]}}) else ()
         read = [checksum for name, checksum in read if name.startswith("train_")]           # and not files of the user's
         if read and read != [entry["sha256"] for entry in audit["documents"] if entry["split"] == "train"]:
-            print("note: this tokenizer was learned from other documents. To learn it from these, and then encode anew:\n"
-                  f"  {config.command('train_tokenizer.py')} && {config.command('prepare_data.py')}")
+            print("note: this tokenizer was learned from other documents. To learn it from these, and then encode "
+                  f"anew:\n  {config.command('train_tokenizer.py')} && {config.command('prepare_data.py')}")
     remove_others(root / "tokens", "*.bin*", token_files(index))
 
 

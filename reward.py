@@ -160,20 +160,21 @@ def report(rankings, scores):
         for low, high in zip(edges, edges[1:]):
             inside = (values >= low) & ((values < high) | (high == edges[-1]))
             if inside.any():
-                found.append({"from": low, "to": high, "pairs": int(inside.sum()), "accuracy": right[inside].mean().item(),
-                              "mean": values[inside].mean().item()})
+                found.append({"from": low, "to": high, "pairs": int(inside.sum()),
+                              "accuracy": right[inside].mean().item(), "mean": values[inside].mean().item()})
         return found
     by_certainty = buckets(certainty, CERTAINTIES)
     error = sum(bucket["pairs"] * abs(bucket["accuracy"] - bucket["mean"]) for bucket in by_certainty) / len(right)
-    told = {"pairs": len(right), "accuracy": right.mean().item(), "by_margin": buckets(worth[better] - worth[worse], MARGINS),
-            "by_certainty": by_certainty, "calibration_error": error,
+    told = {"pairs": len(right), "accuracy": right.mean().item(),
+            "by_margin": buckets(worth[better] - worth[worse], MARGINS), "by_certainty": by_certainty, "calibration_error": error,
             "loss": rl.ranking_loss(scores[better], scores[worse]).mean().item()}
     names = {r["dimension"] for r in rankings}
     if len(names) > 1:
         parts = scores.split([len(r["level"]) for r in rankings])
         of_name = lambda name: [i for i, r in enumerate(rankings) if r["dimension"] == name]
-        told["by_dimension"] = {name: report([rankings[i] for i in of_name(name)], torch.cat([parts[i] for i in of_name(name)]))
-                                for name in sorted(names)}
+        told["by_dimension"] = {
+            name: report([rankings[i] for i in of_name(name)], torch.cat([parts[i] for i in of_name(name)]))
+            for name in sorted(names)}
     return told
 
 
@@ -201,9 +202,10 @@ def standardise(model, policy, prompts, tokenizer, config, setup):
     start, the critic need not chase an offset first, and a clip range of 0.2 means something. Both go into the head's
     weight and bias: kept in a file beside it, a reload by hand would silently lose them."""
     answers = generate(policy, prompts, config.max_new_tokens, chat.stop_ids(tokenizer), seed=config.seed).ids
-    dialogues, lengths, size = [p + a for p, a in zip(prompts, answers)], list(map(len, prompts)), config.micro_batch_size
+    dialogues, lengths = [p + a for p, a in zip(prompts, answers)], list(map(len, prompts))
+    size, pad_id = config.micro_batch_size, tokenizer.pad_id
     with setup.autocast():
-        scores = torch.cat([scores_along(model, dialogues[i:i + size], lengths[i:i + size], tokenizer.pad_id, setup.device)[:, -1]
+        scores = torch.cat([scores_along(model, dialogues[i:i + size], lengths[i:i + size], pad_id, setup.device)[:, -1]
                             for i in range(0, len(dialogues), size)]).view(len(dialogues), -1)         # (N, heads)
     mean, deviation = scores.mean(0), scores.std(0).clamp(min=1e-6)
     model.score.weight.div_(deviation[:, None])
@@ -230,8 +232,8 @@ def show(result, folder, names):
             print(f"note: {control['pairs']} control pairs say little about length; 400 tell it to within 5 %")
     samples = result["sft_samples"]
     for name, mean, deviation in zip(names or [""], samples["mean"], samples["deviation"]):
-        print(f"scores of the starting model's answers{' in ' * bool(name)}{printable(name)}: mean {mean:.2f}, deviation "
-              f"{deviation:.2f}; now 0 and 1")
+        print(f"scores of the starting model's answers{' in ' * bool(name)}{printable(name)}: mean {mean:.2f}, "
+              f"deviation {deviation:.2f}; now 0 and 1")
     print(f"reward model in {folder}", flush=True)
 
 
@@ -275,8 +277,8 @@ def learn(config, setup, alive):
               f"{sum(p.numel() for p in model.parameters()):,} parameters on {setup.device}, {setup.dtype}")
     named = {ranking["dimension"] for ranking in train} - {""}
     if named and not weights:
-        setup.say(f"note: pairs of {len(named)} dimensions ({', '.join(map(printable, sorted(named)))}) train one score; "
-                  "--dimensions gives each its own")
+        setup.say(f"note: pairs of {len(named)} dimensions ({', '.join(map(printable, sorted(named)))}) train one "
+                  "score; --dimensions gives each its own")
 
     # 4. Training, from wherever the last full checkpoint stands.
     optimizers = optimizers_of(model, config.learning_rate, config.matrix_learning_rate, config.weight_decay)

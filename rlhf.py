@@ -478,7 +478,8 @@ def ppo(config, setup, alive):
     data = Path(config.data_dir) / "chat"
     files = [data / f"prompts_{name}.jsonl" for name in ("train", "val")]
     refuse_missing(setup, dict.fromkeys(files, "prompts"), f"The demonstration's: {config.command('prepare_chat.py')}",
-                   'Your own: {"messages": [..., the user\'s turn last]} a line; some of them held out, in the second file')
+                   'Your own: {"messages": [..., the user\'s turn last]} a line; some of them held out, in the second '
+                   'file')
     policy, reward, tokenizer, folders = read_models(config, setup)
 
     # The prompts: for training, and held out. Looked at before the folder is bound to the settings.
@@ -486,8 +487,9 @@ def ppo(config, setup, alive):
     (prompts, long), (held_out, _) = (chat.rendered_prompts(file, tokenizer, longest) for file in files)
     held_out = held_out[:config.eval_prompts]
     if not prompts or len(held_out) < setup.world:
-        refuse_once(setup, f"{data}/prompts_*.jsonl: none of at most {longest} tokens (a context of {policy.config.block_size} "
-                    f"less max_new_tokens = {config.max_new_tokens}), or fewer than processes")
+        refuse_once(setup, f"{data}/prompts_*.jsonl: none of at most {longest} tokens (a context of "
+                    f"{policy.config.block_size} less max_new_tokens = {config.max_new_tokens}), or fewer than "
+                    "processes")
     size = policy.n_params()
     run, lock = open_run(config, "ppo", setup, size, size * (3 if config.group else 6), **folders, prompts=files[0])
     if lock is None:

@@ -190,7 +190,9 @@ def gather(mix, text, tokenizer, length, config, setup):
         parts.append(part)
         lost = {name: lost.get(name, 0) + count for name, count in counted.items()}
     sizes, shares = [len(part) for part in parts], np.cumsum(list(mix.values()))
-    counts = sizes[:] if len(mix) == 1 else np.diff(np.rint(shares / shares[-1] * sum(sizes)), prepend=0).astype(int).tolist()
+    counts = sizes[:]
+    if len(mix) > 1:
+        counts = np.diff(np.rint(shares / shares[-1] * sum(sizes)), prepend=0).astype(int).tolist()
     inputs = {"conversations" + f" {path}" * (len(mix) > 1): path for path in mix}
     if config.replay:
         data = TokenData(text, "train", tokenizer.hash, config.command("prepare_data.py"))
@@ -298,8 +300,8 @@ def answered(model, folder, tokenizer, path, text, length, config, setup):
 
 def check(config, shape, setup):
     """Everything about the settings that can not work, at once; -> how the ranks divide the work."""
-    problems = config.below_one("batch_size", "micro_batch_size", "micro_tokens", "window", "epochs", "log_every", "eval_every",
-                                "eval_conversations", "max_steps") + ladder.ladder_problems(config)
+    problems = config.below_one("batch_size", "micro_batch_size", "micro_tokens", "window", "epochs", "log_every",
+                                "eval_every", "eval_conversations", "max_steps") + ladder.ladder_problems(config)
     mix, few = config.conversations_mix, config.lora_rank or config.adapter_size
     problems += [sentence for sentence, wrong in {
         f"max_length must lie between 2 and the model's context, {shape.block_size} (or choose a rope_scaling); found "
@@ -334,15 +336,17 @@ def tune(config, setup, alive):
     source = Path(config.init_from or Path(config.out_dir) / "pretrain")
     mix = {Path(str(name)): share for name, share in (config.conversations_mix or {path: 1.0}).items()}
     if (config.conversations or config.conversations_mix) and not config.val_conversations:
-        refuse_once(setup, f"conversations = {', '.join(map(str, mix))}, but no val_conversations: hold some of yours out "
-                    f"and name their file, or the held-out loss would be that of {val_path}")
+        refuse_once(setup, f"conversations = {', '.join(map(str, mix))}, but no val_conversations: hold some of yours "
+                    f"out and name their file, or the held-out loss would be that of {val_path}")
     text = {data.parent / "tokens/index.json": "pretraining text to replay"} if config.replay > 0 else {}
     # How to come by what was not named; of a name that is wrong it is enough to say so.
     advice = [f"  {config.command(script)}      {makes}, or give your own: {own}" for script, makes, own, named, paths in (
-        ("prepare_chat.py", "the demonstration's conversations", "--conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl",
+        ("prepare_chat.py", "the demonstration's conversations", "--conversations=MINE.jsonl "
+                                                                 "--val_conversations=MINE_VAL.jsonl",
          config.val_conversations, [*mix, val_path]),
         ("train.py", "a model", "--init_from=DIR", config.init_from, [source]),
-        ("prepare_data.py", "shards", "--data_dir=DIR", False, text)) if not named and not all(path.exists() for path in paths)]
+        ("prepare_data.py", "shards", "--data_dir=DIR", False, text))
+        if not named and not all(path.exists() for path in paths)]
     refuse_missing(setup, {**dict.fromkeys(mix, "conversations to learn from"), val_path: "conversations held out",
                            source: "pretrained model to tune", **text}, *advice)
     source, settings = find_folder(source), {
@@ -412,8 +416,9 @@ def tune(config, setup, alive):
     setup.say(f"model       {size:,} parameters from {source}, {trained:,} of them trained\n"
               f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, "
               f"{setup.threads} threads; {setup.layout}\n"
-              f"data        {n_talks:,} conversations of {lengths[:n_talks].mean():.0f} tokens on average, {lengths.max()} "
-              f"at most" + f"; {sum(counts):,} in an epoch, of the sources {counts}" * (counts != [n_talks]) + "\n"
+              f"data        {n_talks:,} conversations of {lengths[:n_talks].mean():.0f} tokens on average, "
+              f"{lengths.max()} at most" + f"; {sum(counts):,} in an epoch, of the sources "
+                                           f"{counts}" * (counts != [n_talks]) + "\n"
               f"run         {max_steps:,} steps of {config.batch_size} conversations, {max_steps / per_epoch:.2f} "
               f"epochs; warm-up {warmup} steps")
     if config.max_steps is None and max_steps < 20:
@@ -444,13 +449,15 @@ def tune(config, setup, alive):
 
         record, line = {}, ""
         if deed:
-            record = {"loss": totals["loss"], "grad_norm": norm, "skipped": True, "wrong": wrong, "conversations": numbers}
+            record = {"loss": totals["loss"], "grad_norm": norm, "skipped": True, "wrong": wrong,
+                      "conversations": numbers}
             line = f"{wrong}: step skipped, {past.in_a_row} in a row"
         elif wrong or first or last or done % config.log_every == 0:
             padding, speed = 1 - (lengths[numbers] - 1).sum() / totals["positions"], totals["positions"] / seconds
             record = {**totals, "lr": lr, "grad_norm": norm, "padding": padding, "tokens_per_second": speed,
                       "step_seconds": seconds,
-                      **({"replay": float(mass[numbers[numbers >= n_talks]].sum() / mass[numbers].sum())} if config.replay else {})}
+                      **({"replay": float(mass[numbers[numbers >= n_talks]].sum() / mass[numbers].sum())}
+                         if config.replay else {})}
             line = (f"loss {totals['loss']:.4f}  end {totals['loss_end']:.4f}  lr {lr:.2e}  norm {norm:.2f}  "
                     f"{speed:,.0f} tokens/s  padding {padding:.0%}  {wrong}")
         if last or done % config.eval_every == 0:
@@ -480,7 +487,8 @@ def tune(config, setup, alive):
         write_json(run / "result.json", {
             "steps": max_steps, "conversations": n_talks, "epochs": max_steps / per_epoch,
             "train_loss": final["loss"], "val_loss": final["val_loss"], **lost,
-            **{when: {name: found.get(name) for name in MEASURED} for when, found in (("before", before), ("after", after))}})
+            **{when: {name: found.get(name) for name in MEASURED}
+               for when, found in (("before", before), ("after", after))}})
     setup.say(f"tuned model in {tuned}")
     finish(setup)
 

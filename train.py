@@ -162,8 +162,8 @@ def open_data(config, setup):
     if config.data_mix is None:
         wanted[data / "tokens/index.json"] = "token shards"
     first = [] if vocabulary else [f"  {prepare} && {tokenize}      documents, then a tokenizer trained on them"]
-    refuse_missing(setup, wanted, f"Make {'them' if first else 'those'} with (for archives of yours, prepare_data.py is told "
-                   "--inputs='CRAWL/*.warc.gz'):", *first,
+    refuse_missing(setup, wanted, f"Make {'them' if first else 'those'} with (for archives of yours, prepare_data.py "
+                   "is told --inputs='CRAWL/*.warc.gz'):", *first,
                    f"  {prepare}      {'again, now that there is' if first else 'there is'} a tokenizer: token shards")
     tokenizer = Tokenizer.load(data / "tokenizer")
     train, val = (open_mixture(config.data_dir, config.data_mix, split, config.block_size, tokenizer.hash, prepare)
@@ -196,9 +196,10 @@ def check(config, shape, tokenizer, train, setup):
     """Everything about the settings that can not work, at once; -> how the ranks divide the work."""
     problems = shape.problems() or inexpressible(shape)
     if shape.vocab_size < tokenizer.vocab_size:
-        problems.append(f"vocab_size = {shape.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; use 0 to take that")
-    problems += [f"the training text in {source.folder} has {source.n_tokens} tokens, fewer than one block and its target "
-                 f"(block_size + 1 = {config.block_size + 1}): more text, or a smaller block_size"
+        problems.append(f"vocab_size = {shape.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; use "
+                        "0 to take that")
+    problems += [f"the training text in {source.folder} has {source.n_tokens} tokens, fewer than one block and its "
+                 f"target (block_size + 1 = {config.block_size + 1}): more text, or a smaller block_size"
                  for source in train.sources if source.n_tokens <= config.block_size]
     problems += config.below_one("micro_batch_size", "max_steps", "batch_tokens", "log_every", "eval_every",
                                  "eval_blocks")
@@ -337,7 +338,8 @@ def evaluate_all(model, val, config, tokenizer, byte_counts, setup):
     scores = []
     for source, total in zip(val.sources, val.sizes):
         looked_at = min(each, total)
-        scores.append(evaluate(model, source, [i * total // looked_at for i in range(looked_at)], config, tokenizer, byte_counts, setup))
+        blocks = [i * total // looked_at for i in range(looked_at)]
+        scores.append(evaluate(model, source, blocks, config, tokenizer, byte_counts, setup))
     if len(scores) == 1:
         return scores[0]
     means = {}
@@ -373,7 +375,8 @@ def main(config):
         return show_plan(config)
     setup = start(config.device, config.dtype, config.deterministic, config.threads, config.seed, config.hang_timeout)
     keep_memory(setup)
-    with Alive(setup, config.timeout, config.hang_timeout, config.leave_within) as alive, Explained(config) as explained:
+    limits = config.timeout, config.hang_timeout, config.leave_within
+    with Alive(setup, *limits) as alive, Explained(config) as explained:
         pretrain(config, setup, alive, explained)
 
 
@@ -409,21 +412,23 @@ def pretrain(config, setup, alive, explained):
     modules, moments = {"model": model}, {"model": optimizers}
     state = ladder.go_on(run, modules, moments, setup, config, data_hash=train.data_hash)
     if state["step"] >= config.max_steps and not read_log(run):
-        refuse_once(setup, f"{config.resume_from} is after step {state['step']} already, and this run ends with max_steps = "
-                    f"{config.max_steps}: a larger one, or a light checkpoint as init_from, which begins at step 0")
+        refuse_once(setup, f"{config.resume_from} is after step {state['step']} already, and this run ends with "
+                    f"max_steps = {config.max_steps}: a larger one, or a light checkpoint as init_from, which begins "
+                    "at step 0")
     if state["data_hash"] != train.data_hash:
-        setup.say(f"note: {config.resume_from} was trained on other data; the order goes on at its step, but in this data")
+        setup.say(f"note: {config.resume_from} was trained on other data; the order goes on at its step, but in this "
+                  "data")
     model = wrapped(model, setup)
 
     # 4. What it will cost, before it is spent.
     warmup = warmup_length(config.max_steps, config.warmup_steps)
     flops = flops_per_token(shape, n_params, config.separate_documents)
     gauges = Gauges(run, model, optimizers, flops, config, setup)
-    setup.say(f"model       {n_params:,} parameters, {shape.n_layer} layers of {shape.n_embd}, vocabulary {shape.vocab_size:,}\n"
-              f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, {setup.threads} threads; {layout}\n"
-              f"step        {config.batch_tokens:,} tokens = {layout.dp} x {layout.n_micro} x "
-              f"{layout.micro} x {config.block_size} (ranks with data of their own, micro-batches, sequences, tokens)\n"
-              f"data        {train.describe(config.max_steps * per_step)}\n"
+    setup.say(f"model       {n_params:,} parameters, {shape.n_layer} layers of {shape.n_embd}, vocabulary "
+              f"{shape.vocab_size:,}\nmachine     {setup.world} process(es) on {setup.device.type}, "
+              f"{str(setup.dtype)[6:]}, {setup.threads} threads; {layout}\nstep        {config.batch_tokens:,} tokens "
+              f"= {layout.dp} x {layout.n_micro} x {layout.micro} x {config.block_size} (ranks with data of their own, "
+              f"micro-batches, sequences, tokens)\ndata        {train.describe(config.max_steps * per_step)}\n"
               f"run         {config.max_steps:,} steps, {config.max_steps * config.batch_tokens:,} tokens; "
               f"{flops * config.max_steps * config.batch_tokens:.2e} FLOPs; warm-up {warmup} steps\n"
               f"{gauges.formula}")

@@ -229,7 +229,8 @@ def check(config, specials):
     refuse(*(f"{file} does not exist" for file in config.compare if not Path(file).exists()),
            *(f"{file or '(no name)'} is not a file" for file in files if not Path(file).is_file()),
            *(f"{file} is compressed: .jsonl.zst files or text are read; prepare_data.py makes them from archives"
-             for file in files if Path(file).is_file() and not file.endswith(".jsonl.zst") and is_compressed(file)), *wrong,
+             for file in files if Path(file).is_file() and not file.endswith(".jsonl.zst") and is_compressed(file)),
+           *wrong,
            *(f"{key} must be one of {', '.join(known)}, found {getattr(config, key)!r}"
              for key, known in choices.items() if getattr(config, key) not in known),
            *(f"special_tokens: {name!r} stands there twice, or is one of the usual"
@@ -334,8 +335,8 @@ def main(config):
         merges.append((left, right))
         ranks.append(ranks[left] + ranks[right])
         if ranks[-1] in taken:
-            refuse(f"special_tokens: {ranks[-1].decode()!r} is what the text gives as token {len(ranks) - 1}: of two ids for "
-                   "one text readers take either. Choose a name that no text has, <|name|> say")
+            refuse(f"special_tokens: {ranks[-1].decode()!r} is what the text gives as token {len(ranks) - 1}: of two "
+                   "ids for one text readers take either. Choose a name that no text has, <|name|> say")
     if len(merges) < wanted:
         print(f"vocab_size = {config.vocab_size} was asked for, but no pair is left that occurs min_frequency = "
               f"{config.min_frequency} times:\n  the vocabulary has {len(ranks) + len(specials)} tokens. "

@@ -80,7 +80,8 @@ def measured(folder, seed, config):
 
 
 def table(config):
-    print("| | gold, mean (each seed) | KL, nats | length | answers that stop | CPU seconds |\n|---|---|---:|---:|---:|---:|")
+    print("| | gold, mean (each seed) | KL, nats | length | answers that stop | CPU seconds "
+          "|\n|---|---|---:|---:|---:|---:|")
     found = {}
     for method in SCRIPTS:
         places = [Path(config.work_dir) / f"{method}_{seed}" / "alignment.json" for seed in config.seeds]
@@ -94,7 +95,8 @@ def table(config):
             seconds = [run["cpu_seconds"] for run in runs if run["cpu_seconds"] is not None]
             print(f"| {NAMES[method]} | {mean('gold'):.2f} ({each}) | {mean('kl'):.1f} ({kl}) | {mean('length'):.1f} | "
                   f"{mean('stop_rate'):.1%} | {f'{statistics.mean(seconds):.0f}' if seconds else '-'} |")
-    print("\nThe reward model's score (0 and 1 deviation at the start) against the rule's, by how far the policy has drifted:")
+    print("\nThe reward model's score (0 and 1 deviation at the start) against the rule's, by how far the policy has "
+          "drifted:")
     for method in ("ppo", "ppo_free", "grpo"):
         for seed in config.seeds:
             log = read_log(Path(config.work_dir) / f"{method}_{seed}" / "ppo")

@@ -216,8 +216,8 @@ def memory(config, folder):
     for pages, _ in enumerate(read_pages(folder / "big.warc", collections.Counter(), 1 << 40, position), 1):
         if at >= size * (len(peaks) + 1) / 10:
             peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-    print(f"an archive of {size:,} bytes, {pages:,} pages read in {time.perf_counter() - begin:,.0f} s; memory at most, "
-          "MB, after each tenth: " + " ".join(f"{peak:.0f}" for peak in peaks))
+    print(f"an archive of {size:,} bytes, {pages:,} pages read in {time.perf_counter() - begin:,.0f} s; memory at "
+          "most, MB, after each tenth: " + " ".join(f"{peak:.0f}" for peak in peaks))
 
 
 def main(config):

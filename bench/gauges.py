@@ -81,8 +81,8 @@ def main(config):
     more = ratio(times, "with", "without") - 1
     every = f"with log_every = {config.log_every}"
     setup.say(f"torch {torch.__version__}, {setup.world} x {setup.device.type}, {str(setup.dtype)[6:]}, "
-              f"{setup.threads} threads; {n_params:,} parameters, {config.batch_tokens:,} tokens a step, {config.rounds} "
-              "rounds\n"
+              f"{setup.threads} threads; {n_params:,} parameters, {config.batch_tokens:,} tokens a step, "
+              f"{config.rounds} rounds\n"
               f"step without gauges, median        {1000 * plain:9.1f} ms\n"
               f"a logged step to one that is not   {1 + more:9.4f}   {every}: {more / config.log_every:.3%}\n"
               f"in the gauges, mean, by the clock  {1000 * own:9.2f} ms, {every}: "

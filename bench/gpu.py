@@ -149,25 +149,28 @@ def row_of(cell, left, small=False, steps=1):
     gib = lambda size: f"{size / GIB:.1f}" if size else "-"
     share = f" ({found['planned'] / found['held']:.2f})" if found["planned"] and found["held"] else ""
     mfu = f"{found['mfu']:.1%}" if found["mfu"] else "-"
-    return (f"| {name} | {found['rows']} | {found['milliseconds']:.1f} | {found['speed']:,.0f} | {mfu} | {gib(found['held'])} | "
-            f"{gib(found['planned'])}{share}{' ' + wrong[:80] if wrong else ''} |"), found["device"]
+    row = (f"| {name} | {found['rows']} | {found['milliseconds']:.1f} | {found['speed']:,.0f} | {mfu} | "
+           f"{gib(found['held'])} | {gib(found['planned'])}{share}{' ' + wrong[:80] if wrong else ''} |")
+    return row, found["device"]
 
 
 def main(config):
     if config.cell:
         return measured(*json.loads(config.cell), config.tiny, config.steps)
     began, device = time.monotonic(), None
-    print("| work | sequences at a time | ms a step | tokens/s | MFU | peak GiB | planned GiB, eager (its share of the peak) |\n"
-          "|---|---|---:|---:|---:|---:|---:|", flush=True)
+    print("| work | sequences at a time | ms a step | tokens/s | MFU | peak GiB | planned GiB, eager (its share of the "
+          "peak) |\n|---|---|---:|---:|---:|---:|---:|", flush=True)
     for cell in CELLS:
         left = min(config.limit, config.total - (time.monotonic() - began))
         if config.only and config.only not in cell[0]:
             continue
-        row, its = row_of(cell, left, config.tiny, config.steps) if left > 5 else (f"| {cell[0]} | no time left | | | | | |", None)
+        row, its = f"| {cell[0]} | no time left | | | | | |", None
+        if left > 5:
+            row, its = row_of(cell, left, config.tiny, config.steps)
         device = device or its
         print(row, flush=True)
-    print(f"\ntorch {torch.__version__}, {device or 'no device'}; {MICRO_BATCHES} micro-batches a step, median of {config.steps} steps; "
-          f"{time.monotonic() - began:.0f} s. Target for the 7B: 45 % on an H100 or H200.")
+    print(f"\ntorch {torch.__version__}, {device or 'no device'}; {MICRO_BATCHES} micro-batches a step, median of "
+          f"{config.steps} steps; {time.monotonic() - began:.0f} s. Target for the 7B: 45 % on an H100 or H200.")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,8 @@ def main(config):
                           "model": lambda: train(some)}, config.rounds, setup.device)
         speed = {name: config.batch_tokens * (1 if name == "model" else config.steps) / statistics.median(seconds)
                  for name, seconds in times.items()}
-        print(f"{setup.device}, {setup.threads} threads, blocks of {config.block_size}, {config.megabytes} MB of shards")
+        print(f"{setup.device}, {setup.threads} threads, blocks of {config.block_size}, {config.megabytes} MB of "
+              "shards")
         for name, rate in speed.items():
             grew = f", resident memory {grown[name]:+.0f} MB" if name in grown else ""
             print(f"{name:<8}{rate:>14,.0f} tokens/s, {rate / speed['model']:>8.1f} of the model's{grew}")
@@ -116,7 +117,8 @@ def main(config):
                 _, micro_batches = next(batches)
                 waited += time.perf_counter() - asked
                 train(micro_batches)
-            print(f"{name}: {100 * waited / (time.perf_counter() - began):.2f} % of a training loop is waiting for data")
+            print(f"{name}: {100 * waited / (time.perf_counter() - began):.2f} % of a training loop is waiting for "
+                  "data")
 
 
 if __name__ == "__main__":

@@ -89,14 +89,15 @@ def main(config):
             works[name]()
         met[name], early[name] = counted.counts, counted.early
     times = in_turns(works, config.rounds, setup.device, warm_up=1)
-    setup.say(f"torch {torch.__version__}, {setup.world} processes on {setup.device.type}, {setup.threads} threads each, "
-              f"{str(setup.dtype)[6:]}; 14 million parameters, {config.sequences} x 256 tokens a step\n\n"
-              "| layout | ms | time / alone | all-gathers | reduce-scatters | all-reduces | early | MB |\n|---|---:|---:|---:|---:|---:|---:|---:|")
+    setup.say(f"torch {torch.__version__}, {setup.world} processes on {setup.device.type}, {setup.threads} threads "
+              f"each, {str(setup.dtype)[6:]}; 14 million parameters, {config.sequences} x 256 tokens a step\n\n"
+              "| layout | ms | time / alone | all-gathers | reduce-scatters | all-reduces | early | MB "
+              "|\n|---|---:|---:|---:|---:|---:|---:|---:|")
     for name in names:
         counts = [met[name].get(kind, (0, 0)) for kind in ("allgather", "reduce_scatter", "allreduce")]
         often = " | ".join(str(count) for count, _ in counts)
-        setup.say(f"| {name} | {1000 * statistics.median(times[name]):.0f} | {ratio(times, name, 'alone'):.2f} | {often} | {early[name]} | "
-                  f"{sum(size for _, size in met[name].values()) / 1e6:.0f} |")
+        setup.say(f"| {name} | {1000 * statistics.median(times[name]):.0f} | {ratio(times, name, 'alone'):.2f} | "
+                  f"{often} | {early[name]} | {sum(size for _, size in met[name].values()) / 1e6:.0f} |")
     parallel.finish(setup)
 
 

@@ -149,8 +149,9 @@ def main(config):
 
     model, optimizer = tuned()
     times = in_turns({name: work(model, optimizer, form, [0]) for name, form in forms.items()}, config.rounds, setup.device, warm_up=1)
-    print(f"torch {torch.__version__}, {setup.device}, {str(setup.dtype)[6:]}, {setup.threads} threads; {config.n_layer} layers of "
-          f"{config.n_embd}, {config.batch_size} conversations a step, {lengths.mean():.0f} tokens on average, {lengths.max()} at most\n"
+    print(f"torch {torch.__version__}, {setup.device}, {str(setup.dtype)[6:]}, {setup.threads} threads; "
+          f"{config.n_layer} layers of {config.n_embd}, {config.batch_size} conversations a step, {lengths.mean():.0f} "
+          f"tokens on average, {lengths.max()} at most\n"
           f"{'':<10}{'ms a step':>12}{'padding':>10}{'tokens/s with loss':>22}{'x padded':>10}")
     speed = {name: [carried[name] / seconds for seconds in times[name]] for name in forms}
     for name in forms:

@@ -162,8 +162,9 @@ def plain(config, texts):
     each = measured(partial(plainly, texts, config.merges))[0]
     n = config.vocab_size - 256
     print(f"ours: {cpu:.2f} seconds for {n:,} merges. Counting everything for each merge: {each:.1f} seconds a merge, "
-          f"measured on the first {config.merges}.\nAs many of those as of ours would take {each * n / 3600:.1f} hours, "
-          f"{each * n / cpu:,.0f} times as long (extrapolated: later merges find fewer symbols, and cost somewhat less).")
+          f"measured on the first {config.merges}.\nAs many of those as of ours would take {each * n / 3600:.1f} "
+          f"hours, {each * n / cpu:,.0f} times as long (extrapolated: later merges find fewer symbols, and cost "
+          "somewhat less).")
 
 
 def encode(config, texts):

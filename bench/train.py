@@ -191,7 +191,8 @@ def main(config):
     x, y = batch_of(config, setup.device)
     ours = our_step(model, x, y, setup)
     print(f"torch {torch.__version__}, {setup.device}, {setup.threads} threads; {model.n_params():,} parameters, "
-          f"{settings['n_layer']} layers of {settings['n_embd']}, {config.batch} x {COMMON['block_size']} tokens a step")
+          f"{settings['n_layer']} layers of {settings['n_embd']}, {config.batch} x {COMMON['block_size']} tokens a "
+          "step")
     if config.profile:
         return show_profile(ours, config, setup)
     left, right = (torch.randn(4096, 4096, device=setup.device).bfloat16() for _ in range(2))

@@ -164,8 +164,9 @@ def straggler(records):
     if (len(last) == 5 and len({record["slowest"] for record in last}) == 1
             and all(late(r) > max(0.5 * r["rank_seconds"], 0.1 * r["step_seconds"]) for r in last)):
         own, usual = series(last, "slowest_seconds"), series(last, "rank_seconds")
-        return (f"straggler: {last[0]['slowest']} takes {middle(own):.3f} s for its own part of a step, the rank in the middle "
-                f"{middle(usual):.3f} s ({span(own)}). Does its machine do something else, run hot, or wait for its disk?")
+        return (f"straggler: {last[0]['slowest']} takes {middle(own):.3f} s for its own part of a step, the rank in "
+                f"the middle {middle(usual):.3f} s ({span(own)}). Does its machine do something else, run hot, or wait "
+                "for its disk?")
 
 
 OF_THE_LOSS = (loss_spike, loss_not_smooth, eos_loss_flat)

@@ -128,8 +128,8 @@ class Alive:
                     os._exit(1)
                 since += bool(self.asked) and not self.agreed
                 if since * BEAT >= self.leave and not self.agreed:
-                    self._tell([f"signal {self.asked} asked to leave, and within {self.leave:g} seconds the ranks did not "
-                                "come to the end of a step together: nothing is saved"])
+                    self._tell([f"signal {self.asked} asked to leave, and within {self.leave:g} seconds the ranks did "
+                                "not come to the end of a step together: nothing is saved"])
                     os._exit(1)
             except RuntimeError:
                 if not self.over.is_set():
@@ -148,8 +148,8 @@ class Alive:
                 if sign[2:4] < first]
         ahead = told(next(sign for sign in signs if sign[2:4] == first))
         late.append(f"the others have waited in {ahead} for {self.hang:g} seconds" if late else
-                    f"all ranks have been in {ahead} for {self.hang:g} seconds: the network, or a step that takes longer "
-                    "than hang_timeout")
+                    f"all ranks have been in {ahead} for {self.hang:g} seconds: the network, or a step that takes "
+                    "longer than hang_timeout")
         return late
 
     def _still(self, beats):

@@ -156,8 +156,8 @@ def form_of(tokenizer, for_training=False):
     name = next((name for name in able if template and template == jinja(tokenizer, name)), None)
     if not name and able[:1] == ["zephyr"] and b"[INST]" in (template or config):
         if b"<<SYS>>" not in (template or config):
-            refuse("this model's conversations are in the form [INST] ... [/INST] of Mistral's chat models, which is not "
-                   "written here: in another form it would answer worse. Its base model can be taken, or --prompt.")
+            refuse("this model's conversations are in the form [INST] ... [/INST] of Mistral's chat models, which is "
+                   "not written here: in another form it would answer worse. Its base model can be taken, or --prompt.")
         name = "llama2"
     name = name or next(iter(able), None)
     lacking = [token for token in CHAT_TOKENS if token not in tokenizer.specials] if name is None else []
@@ -173,7 +173,8 @@ def adopt(tokenizer, name):
     """Has the tokenizer write conversations in this form, also when it has been saved and is read again."""
     able = forms_for(tokenizer)
     if name not in able:
-        refuse(f"template must be one of those whose special tokens the tokenizer has ({', '.join(able) or 'none'}), found '{name}'")
+        refuse(f"template must be one of those whose special tokens the tokenizer has ({', '.join(able) or 'none'}), "
+               f"found '{name}'")
     tokenizer.files["chat_template.jinja"] = jinja(tokenizer, name)
 
 
@@ -187,8 +188,10 @@ def jinja(tokenizer, name):
     cases = [f"if {tests[role]} -%}}{{{{- {text(before)} + message['content']" + f".{strip}()" * bool(strip)
              + f" + {text(behind)} -}}}}" for role, (before, behind, strip) in
              sorted(roles.items(), key=lambda item: item[0] != "prompted")]
-    return (f"{{{{- {text(start)} -}}}}{{%- for message in messages -%}}{{%- {'{%- el'.join(cases)}{{%- endif -%}}{{%- endfor -%}}"
-            f"{{%- if add_generation_prompt -%}}{{{{- {text(roles['assistant'][0].rstrip(' '))} -}}}}{{%- endif -%}}").encode()
+    opening = text(roles["assistant"][0].rstrip(" "))
+    return (f"{{{{- {text(start)} -}}}}{{%- for message in messages -%}}{{%- {'{%- el'.join(cases)}{{%- endif -%}}"
+            "{%- endfor -%}{%- if add_generation_prompt -%}"
+            f"{{{{- {opening} -}}}}{{%- endif -%}}").encode()
 
 
 def end_token(tokenizer):
@@ -317,7 +320,8 @@ def read_lines(path, check, form=lambda entry: entry):
     except OSError as error:
         refuse(f"{path} cannot be read ({error.strerror}).")
     if next(filter(None, map(bytes.strip, lines)), b"")[:1] == b"[":
-        refuse(f"{path} is a JSON array; expected one object a line, without brackets around them or commas behind them")
+        refuse(f"{path} is a JSON array; expected one object a line, without brackets around them or commas behind "
+               "them")
     entries, problems = [], []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -171,9 +171,9 @@ def _refusing(final):
     except (*FAILURES, SystemExit) as error:
         free = shutil.disk_usage(final.parent).free if final.parent.exists() else 0
         shutil.rmtree(_temporary(final), ignore_errors=True)
-        refuse(f"the checkpoint {final} could not be written: {_first_line(error)} ({free:,} bytes are free on that disk). The "
-               "earlier checkpoints are as they were; make room (or mend the folder's permissions) and give the same "
-               "command again, it continues from the newest.")
+        refuse(f"the checkpoint {final} could not be written: {_first_line(error)} ({free:,} bytes are free on that "
+               "disk). The earlier checkpoints are as they were; make room (or mend the folder's permissions) and give "
+               "the same command again, it continues from the newest.")
 
 
 def _first_line(error):
@@ -293,9 +293,9 @@ def refuse_foreign(folder, run_dir, trust_state, setup):
     """Refuses a full checkpoint from outside the run's out_dir: reading it can run any code that its writer put in."""
     if trust_state or Path(run_dir).resolve().parent in folder.resolve().parents:
         return
-    refuse_once(setup, f"{folder} lies outside this run's out_dir. A full checkpoint is trusted like code: what describes "
-                "its tensors is a pickle, which can run anything when it is opened. From others take light checkpoints "
-                "(step_NNNNNNNN), with --init_from. If you wrote this one yourself: --trust_state=True")
+    refuse_once(setup, f"{folder} lies outside this run's out_dir. A full checkpoint is trusted like code: what "
+                "describes its tensors is a pickle, which can run anything when it is opened. From others take light "
+                "checkpoints (step_NNNNNNNN), with --init_from. If you wrote this one yourself: --trust_state=True")
 
 
 @torch.no_grad()
@@ -317,11 +317,11 @@ def load_full(folder, modules, optimizers, setup):
         if setup.device.type == "cuda":
             torch.cuda.set_rng_state(tensors[f"random.cuda.{setup.rank}"])
     if state["world"] != setup.world:
-        setup.say(f"note: saved by {state['world']} processes, continued by {setup.world}: the same data in the same order, but other "
-                  "rounding, and other dropout")
+        setup.say(f"note: saved by {state['world']} processes, continued by {setup.world}: the same data in the same "
+                  "order, but other rounding, and other dropout")
     if state["threads"] != setup.threads:
-        setup.say(f"note: saved with {state['threads']} threads, continued with {setup.threads}: sums are cut elsewhere, so the "
-                  f"last bits differ; --threads={state['threads']} continues exactly")
+        setup.say(f"note: saved with {state['threads']} threads, continued with {setup.threads}: sums are cut "
+                  f"elsewhere, so the last bits differ; --threads={state['threads']} continues exactly")
     return state
 
 

@@ -101,8 +101,8 @@ def measure(config, shape, layout, step, rank=0):
     step(config, model, micro_batches, setup): forward and backward. Moments: ('forward', layer), 'loss', ('backward',
     layer), 'optimizer'. Two micro-batches are run (with stages one more than these), since from the second on there are
     gradients beside the activations."""
-    refuse(*[f"this torch ({torch.__version__}) keeps elsewhere what the plan needs ({MOVED}). It was tested with torch 2.13; all "
-             "private names that it uses stand at the top of engine/fake.py"] * bool(MOVED))
+    refuse(*[f"this torch ({torch.__version__}) keeps elsewhere what the plan needs ({MOVED}). It was tested with "
+             "torch 2.13; all private names that it uses stand at the top of engine/fake.py"] * bool(MOVED))
     world = layout.pp * layout.dp * layout.tp
     setup = Setup(rank, 0, world, torch.device("cpu"), dtype_of(config), 1)
     with fake_world(world, rank):

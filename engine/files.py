@@ -98,7 +98,8 @@ class Entries(dict):
     """An object in a JSON file. A key that it should have and has not is the file's fault, and refused as such."""
 
     def __missing__(self, key):
-        refuse(f"{self.path} has no {key!r}: it is damaged, or not what this program writes. Remove it and make it anew.")
+        refuse(f"{self.path} has no {key!r}: it is damaged, or not what this program writes. Remove it and make it "
+               "anew.")
 
 
 def fits(value, like):

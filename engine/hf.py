@@ -112,9 +112,9 @@ def find_folder(path):
             refuse(*problems, f"{path} is damaged: nothing is loaded from it.")
         return path
     if (path / "state.json").exists():
-        refuse(f"{path} is a full checkpoint, which is for continuing a run and trusted like code. To start from its weights "
-               f"name the light one of its step, {path.name.replace('full_', 'step_')}; train.py --resume_from={path} "
-               "takes all of it, moments and step included.")
+        refuse(f"{path} is a full checkpoint, which is for continuing a run and trusted like code. To start from its "
+               f"weights name the light one of its step, {path.name.replace('full_', 'step_')}; train.py "
+               f"--resume_from={path} takes all of it, moments and step included.")
     if any(path.glob("*.bin")) or any(path.glob("*.pth")):
         refuse(f"{path} holds pickled weights (.bin, .pth), which can run any code when they are opened. Convert them "
                "where you trust them:  transformers.AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR2)")

@@ -161,7 +161,8 @@ def decide(deed, run, step, wrong, in_a_row, decisions, culprits, config):
     write_json(run / "rollbacks.json", {"rollbacks": [*decisions, decision]})
     if back > began:
         told.append(f"no full checkpoint lies before the {step + 1 - began} steps that are to be left out: what steps "
-                    f"{began + 1} to {back} have taught stays (save_full and keep decide how far checkpoints reach back)")
+                    f"{began + 1} to {back} have taught stays (save_full and keep decide how far checkpoints reach "
+                    "back)")
     print(*told, f"back to step {back}, without steps {window[0]} to {window[1] - 1} of the data's plan, the learning "
           f"rate times {config.rollback_lr:g} (roll-back {len(decisions) + 1} of {config.max_rollbacks})", sep="\n",
           flush=True)

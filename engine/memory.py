@@ -71,7 +71,8 @@ def arithmetic(config, shape, layout, stage=0):
     muon = config.matrix_learning_rate > 0
     whole_gradients = not layout.plain and layout.zero == 1 and layout.n_micro > 1
     parts = {"weights": (4 * own / s, f"4 N / {s}: fp32" if s > 1 else "4 N: fp32"),
-             "gradients": (4 * own / (1 if whole_gradients else s), "4 N, whole until they travel" if whole_gradients or s == 1
+             "gradients": (4 * own / (1 if whole_gradients else s),
+                           "4 N, whole until they travel" if whole_gradients or s == 1
                            else f"4 N / {s}: fp32"),
              "optimizer": ((8 * own - muon * 4 * block * layers) / s, f"{'4 or ' * muon}8 N / {s}: moments in fp32")}
     outside, kept_whole = b * (own - layers * block), layout.plain or layout.zero < 3
@@ -82,8 +83,10 @@ def arithmetic(config, shape, layout, stage=0):
     more = max(at_loss, going_back, key=lambda found: sum(found.values()))
     more["activations"] += layout.n_micro * waiting(config, shape, layout, stage)
     return parts | {
-        "activations": (more["activations"], f"{flight * layers} layers x {tokens:,} tokens x {kept / tokens / 1024:,.1f} KiB"),
-        "logits": (more["logits"], f"12 V per token ({shape.vocab_size:,} numbers three times in fp32)" if last else ""),
+        "activations": (more["activations"],
+                        f"{flight * layers} layers x {tokens:,} tokens x {kept / tokens / 1024:,.1f} KiB"),
+        "logits": (more["logits"],
+                   f"12 V per token ({shape.vocab_size:,} numbers three times in fp32)" if last else ""),
         "gathers": (more["gathers"], "" if layout.plain else f"{b} bytes of what is outside of layers, and of "
                     + ("all layers" if kept_whole else "one layer or two"))}
 
@@ -95,8 +98,8 @@ KNOBS = {
     "activations": "a smaller micro_batch_size, or recompute=selective, or recompute=full: the result is the same",
     "logits": "loss_chunk=1024: so many tokens' logits at a time; or a smaller micro_batch_size",
     "gathers": "zero=3, which gathers one layer's weights at a time",
-    "fragments": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment; of the memory taken from the driver "
-                 "much is free, in pieces that are too small",
+    "fragments": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment; of the memory taken from the "
+                 "driver much is free, in pieces that are too small",
 }
 # Where in the code each is made; the innermost of the frames that one of these fits counts.
 PLACES = {"optimizer": r"optim(/|\.py)", "gathers": r"_fully_shard", "logits": r"loss\.py:(scores|token_losses)",
@@ -144,8 +147,10 @@ class Explained:
             grew = "fragments"
         table = [f"  {name:<12}{now[name] / GIB:9.2f} GiB{planned[name] / GIB:9.2f} planned" for name in now]
         return [f"out of memory on rank {setup.rank}: there was no room for another {wanted / GIB:.2f} GiB", *table,
-                f"What grew: {grew}. The plan's line for it: {known[0] / GIB:.2f} GiB{': ' * bool(known[1])}{known[1]}.",
-                f"What helps: {KNOBS[grew]}. `{self.config.command('train.py')} --plan={setup.world}` shows by how much."]
+                f"What grew: {grew}. The plan's line for it: {known[0] / GIB:.2f} GiB"
+                f"{': ' * bool(known[1])}{known[1]}.",
+                f"What helps: {KNOBS[grew]}. `{self.config.command('train.py')} --plan={setup.world}` shows by how "
+                "much."]
 
 
 def held_by(tensors):

@@ -108,7 +108,8 @@ def share(config, world, tp=1, pp=1):
         return Layout(), found
     sharded, dp = config.parallel == "fsdp", world // (tp * pp)
     found += [sentence for sentence, wrong in {
-        f"hsdp = {config.hsdp} does not divide the {dp} ranks that share the data (processes / tp / pp)": dp % config.hsdp,
+        f"hsdp = {config.hsdp} does not divide the {dp} ranks that share the data (processes / tp / pp)":
+            dp % config.hsdp,
         **{f"{name} = {value} shards states over ranks: it needs parallel = 'fsdp'": not sharded for name, value in (
             ("zero", config.zero), ("hsdp", config.hsdp), ("cpu_offload", config.cpu_offload))
            if value != config.default(name)},
@@ -131,7 +132,8 @@ def divide(config, shape, world):
         f"n_layer = {shape.n_layer} is less than pp = {pp} stages": shape.n_layer < pp,
         "tie_embeddings = True does not go with pp: the first stage embeds and the last one scores, with one matrix":
             pp > 1 and shape.tie_embeddings,
-        "matrix_learning_rate (Muon) does not go with tp: it needs whole matrices": tp > 1 and config.matrix_learning_rate,
+        "matrix_learning_rate (Muon) does not go with tp: it needs whole matrices":
+            tp > 1 and config.matrix_learning_rate,
         "watch_nan looks into whole modules: it goes with neither tp nor pp": config.watch_nan and max(tp, pp) > 1,
         "watch_stats does not go with pp: a stage sees its own layers only": config.watch_stats and pp > 1,
         "tp does not go with adapters (adapter_size), which need a sublayer's whole output":
@@ -146,13 +148,13 @@ def divide(config, shape, world):
     if config.batch_tokens % unit:
         near = max(1, round(config.batch_tokens / unit)) * unit
         ranks = "processes" if dp == world else "processes / tp / pp"
-        found.append(f"batch_tokens = {config.batch_tokens} is no multiple of block_size * micro_batch_size * {ranks} = "
-                     f"{config.block_size} * {micro} * {dp} = {unit}; set batch_tokens = {near}, or a micro_batch_size "
-                     "that divides")
+        found.append(f"batch_tokens = {config.batch_tokens} is no multiple of block_size * micro_batch_size * {ranks} "
+                     f"= {config.block_size} * {micro} * {dp} = {unit}; set batch_tokens = {near}, or a "
+                     "micro_batch_size that divides")
     n_micro = config.batch_tokens // unit
     if n_micro < pp:
-        found.append(f"{n_micro} micro-batches a step keep no pipeline of pp = {pp} stages busy: at least {pp} are needed, so "
-                     f"batch_tokens = {unit * pp} or more")
+        found.append(f"{n_micro} micro-batches a step keep no pipeline of pp = {pp} stages busy: at least {pp} are "
+                     f"needed, so batch_tokens = {unit * pp} or more")
     return replace(layout, micro=micro, n_micro=n_micro), found
 
 
@@ -170,7 +172,8 @@ def start(device="auto", dtype="auto", deterministic=None, threads=0, seed=0, pa
         f"device must be 'auto', 'cpu' or 'cuda', found '{device}'": device not in ("auto", "cpu", "cuda"),
         f"device = 'cuda', but this torch ({torch.__version__}) sees no CUDA device; use --device=cpu or install a "
         "CUDA build": device == "cuda" and not torch.cuda.is_available(),
-        f"dtype must be 'auto', 'bf16', 'fp16' or 'fp32', found '{dtype}'": dtype not in ("auto", "bf16", "fp16", "fp32"),
+        f"dtype must be 'auto', 'bf16', 'fp16' or 'fp32', found '{dtype}'":
+            dtype not in ("auto", "bf16", "fp16", "fp32"),
         f"threads must be from 0 (all cores) to 1024, found {threads}": not 0 <= threads <= 1024,
         f"seed must be below 2**63 in size, found {seed}": abs(seed) >= 2 ** 63}.items() if wrong))
     cuda = device != "cpu" and torch.cuda.is_available()
@@ -206,8 +209,8 @@ def connect(rank, world, device, patience):
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         name = _name_of_start(rank, world, patience) if restarts else ""
         # A little longer than engine/alive.py waits, which knows who is missing.
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=open_store("group", name, patience), rank=rank,
-                                world_size=world, timeout=timedelta(seconds=patience + 10))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=open_store("group", name, patience),
+                                rank=rank, world_size=world, timeout=timedelta(seconds=patience + 10))
         if device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=device))          # NCCL connects with the first one
             torch.cuda.synchronize(device)
@@ -218,10 +221,10 @@ def connect(rank, world, device, patience):
             found = (f"{address}:{port} answers, so ranks are missing there, or they can not reach each other over the "
                      "interface that was chosen (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)")
         except OSError as wrong:
-            found = (f"{address}:{port} can not be reached from here: {wrong.strerror or wrong}. Is that the first machine's "
-                     "name, does it run, with the same port, and is the port open in its firewall?")
-        refuse(f"rank {rank} on {me} did not find the other {world - 1} within {patience:g} seconds: {found} (torch says: "
-               f"{str(error).splitlines()[0]})")
+            found = (f"{address}:{port} can not be reached from here: {wrong.strerror or wrong}. Is that the first "
+                     "machine's name, does it run, with the same port, and is the port open in its firewall?")
+        refuse(f"rank {rank} on {me} did not find the other {world - 1} within {patience:g} seconds: {found} (torch "
+               f"says: {str(error).splitlines()[0]})")
 
 
 def open_store(what, start, patience=600.0):
@@ -380,12 +383,13 @@ def compile_blocks(model, setup, wanted, dynamic=None):
     dynamic=True where the batches' widths differ: otherwise the first width is compiled for itself, and all again."""
     if not wanted:
         return
-    if setup.device.type == "cpu" and not any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "g++", "clang++")):
+    compilers = os.environ.get("CXX", "g++"), "g++", "clang++"
+    if setup.device.type == "cpu" and not any(map(shutil.which, compilers)):
         setup.say("compile: no C++ compiler (g++) found; running without, which is slower and otherwise the same")
         return
     if setup.device.type == "cpu" and " " in torch.__file__:       # it gives the compiler this path without quotes
-        setup.say(f"compile: torch can not compile where its path has a space ({Path(torch.__file__).parent}); running without, "
-                  "which is slower and otherwise the same")
+        setup.say(f"compile: torch can not compile where its path has a space ({Path(torch.__file__).parent}); running "
+                  "without, which is slower and otherwise the same")
         return
     for block in model.model.layers.children():
         block.compile(dynamic=dynamic)

@@ -19,7 +19,8 @@ from model import Llama
 # One GPU, from NVIDIA's data sheets: FLOP/s in bf16 (dense), bytes, bytes/s each way over NVLink, and over the network
 # adapter that the maker's own machine (DGX) has for each GPU: 200 Gb/s InfiniBand beside A100, 400
 # Gb/s beside the others.
-GPUS = {"A100": (312e12, 80e9, 300e9, 25e9), "H100": (989.4e12, 80e9, 450e9, 50e9), "H200": (989.4e12, 141e9, 450e9, 50e9)}
+GPUS = {"A100": (312e12, 80e9, 300e9, 25e9), "H100": (989.4e12, 80e9, 450e9, 50e9),
+        "H200": (989.4e12, 141e9, 450e9, 50e9)}
 PER_NODE = 8
 # What torch does not count: CUDA's context, NCCL's and cuBLAS's buffers, room between blocks that fits nothing. A
 # guess.
@@ -61,11 +62,13 @@ def announce(config, shape, step):
     rows = neighbours(config, shape, step, layout, fullest)
     seconds = flops * config.batch_tokens / (config.plan * peak * USUAL)         # of a step
     tokens = config.max_steps * config.batch_tokens
-    print(f"\ntime        {config.max_steps:,} steps of {config.batch_tokens:,} tokens: {tokens:.3e} tokens, {tokens * flops:.2e} FLOPs")
+    print(f"\ntime        {config.max_steps:,} steps of {config.batch_tokens:,} tokens: {tokens:.3e} tokens, "
+          f"{tokens * flops:.2e} FLOPs")
     print("  MFU       " + "".join(f"{mfu:>9.0%}" for mfu in MFUS))
     print("  days      " + "".join(f"{tokens * flops / (config.plan * peak * mfu) / DAY:>9.1f}" for mfu in MFUS))
     if layout.pp > 1:
-        print(f"  of each step the pipeline's filling and emptying is {(layout.pp - 1) / (layout.n_micro + layout.pp - 1):.1%}")
+        print("  of each step the pipeline's filling and emptying is "
+              f"{(layout.pp - 1) / (layout.n_micro + layout.pp - 1):.1%}")
     busy = links(config, shape, layout, seconds)
     saving = checkpoints(config, n, seconds, layout)
     print("\nadvice")
@@ -104,7 +107,8 @@ def memory_of_configured(config, shape, layout, step):
     on_host = STATES if layout.offload else ()
     states, by_arithmetic = (sum(parts[name] for name in parts if name not in on_host)
                              for parts in (rest, {name: size for name, (size, _) in counted.items()}))
-    print(f"  {'all':<12}{size / GIB:>9.2f}{states / GIB:>9.2f}{by_arithmetic / GIB:>9.2f}   eager; compiled blocks keep less")
+    print(f"  {'all':<12}{size / GIB:>9.2f}{states / GIB:>9.2f}{by_arithmetic / GIB:>9.2f}   eager; compiled blocks "
+          "keep less")
     return fullest
 
 
@@ -113,25 +117,31 @@ def neighbours(config, shape, step, layout, fullest):
     layers."""
     capacity = GPUS[config.plan_gpu][1] - UNCOUNTED
     ways = {"as configured": {}, f"micro_batch_size={2 * layout.micro}": {"micro_batch_size": 2 * layout.micro},
-            **({f"micro_batch_size={layout.micro // 2}": {"micro_batch_size": layout.micro // 2}} if layout.micro > 1 else {}),
-            **{f"recompute={kind}": {"recompute": kind} for kind in ("none", "selective", "full") if kind != shape.recompute},
+            **({f"micro_batch_size={layout.micro // 2}": {"micro_batch_size": layout.micro // 2}}
+               if layout.micro > 1 else {}),
+            **{f"recompute={kind}": {"recompute": kind} for kind in ("none", "selective", "full")
+               if kind != shape.recompute},
             "parallel=ddp": {"parallel": "ddp", "zero": config.default("zero"), "hsdp": 1, "cpu_offload": False},
             **{f"parallel=fsdp zero={zero}": {"parallel": "fsdp", "zero": zero} for zero in (1, 2, 3)}}
-    print(f"\nneighbours  GiB; what fits leaves {UNCOUNTED / GIB:.0f} for CUDA, NCCL and fragments, which are not counted")
+    print(f"\nneighbours  GiB; what fits leaves {UNCOUNTED / GIB:.0f} for CUDA, NCCL and fragments, which are not "
+          "counted")
     print(f"  {'':<24}" + "".join(f"{name:>12}" for name in COMPONENTS) + f"{'all':>9}{'left':>8}")
     rows = []
     for name, changes in ways.items():
         if changes and all(getattr(config, key) == value for key, value in changes.items()):
             continue
-        other, its_shape = changed(config, **changes), replace(shape, recompute=changes.get("recompute", shape.recompute))
+        other = changed(config, **changes)
+        its_shape = replace(shape, recompute=changes.get("recompute", shape.recompute))
         its_layout, problems = divide(other, shape, config.plan)
         if problems:
             print(f"  {name:<24}  {problems[0]}")
             continue
-        size, parts, *_ = at_the_peak(other, its_shape, its_layout, step, measure_deep, [fullest[3]]) if changes else fullest
+        size, parts, *_ = fullest if not changes else at_the_peak(
+            other, its_shape, its_layout, step, measure_deep, [fullest[3]])
         rows.append((name, size))
         left = f"{(capacity - size) / GIB:>8.1f}" if size <= capacity else "  no fit"
-        print(f"  {name:<24}" + "".join(f"{parts[name] / GIB:>12.2f}" for name in COMPONENTS) + f"{size / GIB:>9.2f}{left}")
+        print(f"  {name:<24}" + "".join(f"{parts[component] / GIB:>12.2f}" for component in COMPONENTS)
+              + f"{size / GIB:>9.2f}{left}")
     return rows
 
 
@@ -153,7 +163,8 @@ def traffic(config, shape, layout):
         found += [("all-gather of weights", share(s) * b * gatherings, s, t),
                   ("reduce-scatter of gradients", share(s) * 4 * own * (1 if layout.zero == 1 else n), s, t)]
     if reps > 1:
-        found += [("all-reduce over replicas", 2 * share(reps) * 4 * own / s * (1 if layout.zero == 1 else n), reps, s * t)]
+        times = 1 if layout.zero == 1 else n
+        found += [("all-reduce over replicas", 2 * share(reps) * 4 * own / s * times, reps, s * t)]
     if t > 1:
         passes = 2 + (shape.recompute == "full")                 # each: two gatherings, two reductions
         found += [("activations in layers (tp)", passes * 4 * layers * n * share(t) * b * tokens * shape.n_embd, t, 1)]
@@ -186,9 +197,11 @@ def checkpoints(config, n, seconds, layout):
     disk, states = config.plan_disk * 1e9, 8 - 4 * bool(config.matrix_learning_rate)
     full, light = (4 + states) * n, 4 * n
     run = config.max_steps * seconds
-    stop = full / layout.pp / layout.tp / (1 if layout.plain else layout.shards) / PCIE if config.async_save else full / disk
+    shards = 1 if layout.plain else layout.shards
+    stop = full / layout.pp / layout.tp / shards / PCIE if config.async_save else full / disk
     print(f"\ncheckpoints at {config.plan_disk:g} GB/s to the disk (plan_disk); steps of {seconds:,.2f} s")
-    for name, size, every, stops in (("light", light, config.save_light, light / disk), ("full", full, config.save_full, stop)):
+    for name, size, every, stops in (("light", light, config.save_light, light / disk),
+                                     ("full", full, config.save_full, stop)):
         if every:
             share = config.max_steps // every * stops / run
             print(f"  {name:<6}{size / 1e9:>8.1f} GB, {size / disk:,.0f} s to write; every {every:,} steps = "
@@ -209,22 +222,23 @@ def advice(config, layout, size, capacity, rows, busy, saving, seconds):
             "What does: " + ", ".join(f"{name} ({its / GIB:.1f})" for name, its in fitting) if fitting else
             "Nor does any neighbour: more GPUs, tp, pp or cpu_offload"))
     else:
-        found.append(f"it fits, with {(capacity - size) / GIB:.1f} GiB of {(capacity + UNCOUNTED) / GIB:.1f} to spare after "
-                     f"{UNCOUNTED / GIB:.0f} for what is not counted"
+        found.append(f"it fits, with {(capacity - size) / GIB:.1f} GiB of {(capacity + UNCOUNTED) / GIB:.1f} to spare "
+                     f"after {UNCOUNTED / GIB:.0f} for what is not counted"
                      + ": room for no more, --loss_chunk=1024 makes some" * (capacity - size < 0.05 * capacity))
     if layout.tp > PER_NODE:
         found.append(f"tp = {layout.tp} goes beyond a machine of {PER_NODE}: every layer then waits for the network")
     if busy > 1:
-        found.append(f"what travels takes {busy:.1f} times as long as what is computed: larger micro-batches, hsdp (shards within "
-                     "a machine), zero=2 or 1 where they fit")
+        found.append(f"what travels takes {busy:.1f} times as long as what is computed: larger micro-batches, hsdp "
+                     "(shards within a machine), zero=2 or 1 where they fit")
     elif busy:
-        found.append(f"what travels takes {busy:.0%} of the time that computing does; FSDP and DDP hide it behind products, tp "
-                     "does not")
+        found.append(f"what travels takes {busy:.0%} of the time that computing does; FSDP and DDP hide it behind "
+                     "products, tp does not")
     failure = GPU_HOURS_TO_FAILURE * 3600 / config.plan
     best = math.sqrt(2 * saving * failure)
-    found.append(f"{config.plan} GPUs fail once in {failure / DAY:,.1f} days (Llama 3's rate), and then half an interval is lost: "
-                 f"with save_full={config.save_full} that is {config.save_full * seconds / 7200:,.1f} h. Least is lost in all at one "
-                 f"every {best / 3600:,.1f} h, save_full={max(1, round(best / seconds)):,} (Young 1974: sqrt(2 x {saving:.0f} s x "
+    found.append(f"{config.plan} GPUs fail once in {failure / DAY:,.1f} days (Llama 3's rate), and then half an "
+                 f"interval is lost: with save_full={config.save_full} that is "
+                 f"{config.save_full * seconds / 7200:,.1f} h. Least is lost in all at one every {best / 3600:,.1f} h, "
+                 f"save_full={max(1, round(best / seconds)):,} (Young 1974: sqrt(2 x {saving:.0f} s x "
                  f"{failure / 3600:,.0f} h))")
     return found
 
@@ -233,9 +247,10 @@ def why(config, n, flops, peak, tokens):
     """The paragraph that explains the days."""
     a_day = config.plan * peak * USUAL * DAY
     few = 20 * n
-    return (f"Why {tokens * flops / a_day:,.0f} days? A token costs {flops / 1e9:.1f} GFLOP: two for each of {n / 1e9:.2f} billion "
-            f"parameters that is multiplied with\n(a product and a sum) going forward, four going back, and attention. {tokens:.2e} "
-            f"tokens make {tokens * flops:.1e} FLOPs. {config.plan} x {config.plan_gpu} at\n{USUAL:.0%} of their "
-            f"{peak / 1e12:,.0f} TFLOP/s do {a_day:.1e} a day. Only fewer tokens, more GPUs or a higher MFU make it less: the layout "
-            f"and the\nbatch only decide which MFU is reached. For 20 tokens per parameter ({few:.2e}; Hoffmann et al. 2022, arXiv "
-            f"2203.15556) it is\n{few * flops / a_day:,.1f} days, at 40 % MFU {few * flops / a_day * USUAL / 0.4:,.1f}.")
+    return (f"Why {tokens * flops / a_day:,.0f} days? A token costs {flops / 1e9:.1f} GFLOP: two for each of "
+            f"{n / 1e9:.2f} billion parameters that is multiplied with\n(a product and a sum) going forward, four "
+            f"going back, and attention. {tokens:.2e} tokens make {tokens * flops:.1e} FLOPs. {config.plan} x "
+            f"{config.plan_gpu} at\n{USUAL:.0%} of their {peak / 1e12:,.0f} TFLOP/s do {a_day:.1e} a day. Only fewer "
+            "tokens, more GPUs or a higher MFU make it less: the layout and the\nbatch only decide which MFU is "
+            f"reached. For 20 tokens per parameter ({few:.2e}; Hoffmann et al. 2022, arXiv 2203.15556) it "
+            f"is\n{few * flops / a_day:,.1f} days, at 40 % MFU {few * flops / a_day * USUAL / 0.4:,.1f}.")

@@ -75,7 +75,8 @@ def facts_of(config, prints, setup):
     commit = git_commit()
     values = {"python": platform.python_version(), **{name: metadata.version(name) for name in ("torch", "numpy")},
               "cuda": torch.version.cuda, "code": code_hash(), "script": config.script, "config hash": config.hash,
-              **({"commit": commit} if commit else {}), **{f"{what} (content)": found for what, found in prints.items()},
+              **({"commit": commit} if commit else {}),
+              **{f"{what} (content)": found for what, found in prints.items()},
               **{key: value for key, value in config.items() if key not in MAY_DIFFER}}
     if setup.device.type == "cuda":
         values["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -98,8 +99,8 @@ def allocation_problems(setup):
         return []
     except RuntimeError as error:                               # out of memory is one
         return [f"rank {setup.rank} on {socket.gethostname()}: {setup.device} can not give {TRIAL_BYTES:,} bytes ("
-                f"{str(error).splitlines()[0]}). nvidia-smi shows who uses it; leave it out with CUDA_VISIBLE_DEVICES, or choose "
-                "another machine"]
+                f"{str(error).splitlines()[0]}). nvidia-smi shows who uses it; leave it out with CUDA_VISIBLE_DEVICES, "
+                "or choose another machine"]
 
 
 def interface():
@@ -145,8 +146,8 @@ def write_problems(folder):
         renamed.unlink()
         return [] if size == 1000 else [f"{folder}: a file of 1000 bytes has {size} after it was renamed"]
     except OSError as error:
-        return [f"cannot write into {folder} on {socket.gethostname()}, or not rename there ({error.strerror}); mend its "
-                "permissions, or choose another --out_dir"]
+        return [f"cannot write into {folder} on {socket.gethostname()}, or not rename there ({error.strerror}); mend "
+                "its permissions, or choose another --out_dir"]
 
 
 def kept_at_once(config):
@@ -197,7 +198,8 @@ def topology(ranks):
     for host, who in grouped(ranks, lambda rank: rank["host"]).items():
         there = [rank for rank in ranks if rank["host"] == host]
         devices = list(dict.fromkeys(rank["device"] for rank in there))
-        lines.append(f"{host}: {who} on {', '.join(devices)}; over " + ", ".join(grouped(there, lambda rank: rank["interface"])))
+        interfaces = ", ".join(grouped(there, lambda rank: rank["interface"]))
+        lines.append(f"{host}: {who} on {', '.join(devices)}; over {interfaces}")
     return lines
 
 
@@ -208,8 +210,8 @@ def differences(ranks, what):
         of = lambda rank: rank[what].get(name, "nothing")
         others = [rank for rank in ranks if of(rank) != of(first)]
         for (host, value), who in grouped(others, lambda rank: (rank["host"], repr(of(rank)))).items():
-            told.append(f"{who} on {host}: {name} = {value}, but rank 0 on {first['host']} has {of(first)!r}; every rank "
-                        "needs the same command, code, packages and data")
+            told.append(f"{who} on {host}: {name} = {value}, but rank 0 on {first['host']} has {of(first)!r}; every "
+                        "rank needs the same command, code, packages and data")
     return told
 
 
@@ -225,8 +227,8 @@ def determinism(setup):
     """The switch, and what it guarantees."""
     if torch.are_deterministic_algorithms_enabled():
         without = "is refused" if setup.device.type == "cpu" else "is warned of"
-        return ("determinism on: another run on the same build, devices, threads and number of processes has the same bits; an "
-                f"operation that can not give them {without}")
+        return ("determinism on: another run on the same build, devices, threads and number of processes has the same "
+                f"bits; an operation that can not give them {without}")
     return "determinism off: another run may round otherwise; --deterministic=True gives it the same bits, for some speed"
 
 
@@ -250,8 +252,8 @@ HARMFUL = {
     "TORCH_DISTRIBUTED_DEBUG=DETAIL": "checks every collective with another one: a way to find a fault, slow",
     "CUDA_LAUNCH_BLOCKING=1": "waits for every kernel: a way to find a fault, several times slower"}
 # NCCL_VERSION says what an image holds, and switches nothing.
-USUAL = {"NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_DUMP_ON_TIMEOUT", "NCCL_VERSION",
-         *RENAMED.values(), *(setting.partition("=")[0] for setting in HARMFUL)}
+USUAL = {"NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_DUMP_ON_TIMEOUT",
+         "NCCL_VERSION", *RENAMED.values(), *(setting.partition("=")[0] for setting in HARMFUL)}
 
 
 def environment_notes(environment):
@@ -292,8 +294,8 @@ def measure(setup):
     connections."""
     known = torch.full((4,), setup.rank + 1.0, device=setup.device)
     found, expected = parallel.all_sum(known, setup).tolist(), setup.world * (setup.world + 1) / 2
-    wrong = [f"the sum of 1 to {setup.world} over the ranks came out as {found[0]:g}, and is {expected:g}: the network or "
-             "its library is broken, and gradients would be too; try NCCL_DEBUG=INFO"] if set(found) != {expected} else []
+    wrong = [f"the sum of 1 to {setup.world} over the ranks came out as {found[0]:g}, and is {expected:g}: the network "
+             "or its library is broken, and gradients would be too; try NCCL_DEBUG=INFO"] if set(found) != {expected} else []
     buffer = torch.zeros(2**24 if setup.device.type == "cuda" else 2**20, device=setup.device)
     return (time_all_reduce(buffer, setup), 4 * buffer.numel()), wrong
 
@@ -301,7 +303,8 @@ def measure(setup):
 def link(ranks):
     """(bytes per second that the slowest link should give an all-reduce, what that assumes), or None: unknown."""
     names = [re.search(r"\((.*)\)$", rank["device"]) for rank in ranks]
-    within = [next((rate for pattern, rate in LINKS.items() if name and re.fullmatch(pattern, name[1])), 0) for name in names]
+    within = [next((rate for pattern, rate in LINKS.items() if name and re.fullmatch(pattern, name[1])), 0)
+              for name in names]
     found = [(min(within), "NVLink's data sheet")]
     if len({rank["host"] for rank in ranks}) > 1:
         found.append((min(rank["nic"] for rank in ranks), "all network ports of a machine together"))
@@ -317,8 +320,8 @@ def bandwidth(seconds, size, world, expected):
         return told, []
     share = rate / expected[0]
     told += f", {share:.0%} of {expected[0] / 1e9:.0f} ({expected[1]})"
-    return told, [f"the all-reduce reaches {share:.0%} of what the link should give; NCCL_DEBUG=INFO tells which way it "
-                  "takes, nvidia-smi topo -m which there are"] if share < 0.5 else []
+    return told, [f"the all-reduce reaches {share:.0%} of what the link should give; NCCL_DEBUG=INFO tells which way "
+                  "it takes, nvidia-smi topo -m which there are"] if share < 0.5 else []
 
 
 # --- the batch -------------------------------------------------------------------------------------------------------
@@ -336,5 +339,5 @@ def refuse_other_batch(micro_batches, designed, setup):
                             for rank, shapes in sorted(shares.items()))
     setup.say(f"read        {total:,} tokens in the first step: {factors}")
     if total != designed:
-        parallel.refuse_once(setup, f"a step is designed to have batch_tokens = {designed} tokens, and the ranks have read "
-                             f"{total} ({factors}): the data are not shared out as they should be")
+        parallel.refuse_once(setup, f"a step is designed to have batch_tokens = {designed} tokens, and the ranks have "
+                             f"read {total} ({factors}): the data are not shared out as they should be")

@@ -144,7 +144,8 @@ def _wrong(entry, dimensions=()):
         return []
     wrong = chat.wrong_messages(entry, "prompt", last="user")
     if sum((bool(entry.keys() & keys)) for keys in ({"graded"}, {"ranked"}, {"chosen", "rejected"})) > 1:
-        wrong.append("has more than one of ranked, chosen and rejected, answer and grades; it can only be one of the forms")
+        wrong.append("has more than one of ranked, chosen and rejected, answer and grades; it can only be one of the "
+                     "forms")
     names = {entry["dimension"]} if "dimension" in entry and not isinstance(entry["dimension"], (list, dict)) else set()
     if "dimension" in entry and not isinstance(entry["dimension"], str):
         wrong.append(f"dimension must be a name, found {chat.short(entry['dimension'])}")
@@ -173,7 +174,8 @@ def _wrong(entry, dimensions=()):
 
 def weight_problems(dimensions):
     """What is wrong with {name: weight}, a sentence each."""
-    wrong = [f"dimensions: the weight of {chat.short(name)} must be a number from -1e9 to 1e9, found {chat.short(weight)}"
+    wrong = [f"dimensions: the weight of {chat.short(name)} must be a number from -1e9 to 1e9, found "
+             f"{chat.short(weight)}"
              for name, weight in dimensions.items() if not (isinstance(name, str) and name and _is_number(weight, -1e9))]
     if dimensions and not wrong and not any(dimensions.values()):
         wrong.append(f"dimensions: all weights of {', '.join(dimensions)} are 0")
@@ -211,7 +213,8 @@ def read_rankings(path, tokenizer, block_size, dimensions=None):
         read = [(i, dialogue) for i, dialogue in read if len(dialogue) <= block_size]
         level = [i for i, _ in read]
         if len(set(level)) < 2:
-            left_out.append(f"the answers to {chat.short(record['prompt'][-1]['content'])} are longer than {block_size} tokens")
+            left_out.append(f"the answers to {chat.short(record['prompt'][-1]['content'])} are longer than "
+                            f"{block_size} tokens")
             continue
         prompt, name = len(chat.render(tokenizer, record["prompt"], open_assistant=True)[0]), record["dimension"]
         heads = [float(name == other) if name in dimensions else weight for other, weight in dimensions.items()]
@@ -265,9 +268,9 @@ def read_files(config, tokenizer, context, setup, names, dimensions=None):
     problems += config.outside(max_rankings=(0,), save_full=(0,)) + optimiser_problems(config)
     if len(train) < config.batch_size:
         why = f", the first since {left_out[0]}" if left_out else ""
-        problems.append(f"{path} has {len(train)} usable pairs or rankings, fewer than batch_size = {config.batch_size} "
-                        f"(max_rankings = {config.max_rankings}; {len(left_out)} are left out{why}): "
-                        "a smaller --batch_size")
+        problems.append(f"{path} has {len(train)} usable pairs or rankings, fewer than batch_size = "
+                        f"{config.batch_size} (max_rankings = {config.max_rankings}; {len(left_out)} are left "
+                        f"out{why}): a smaller --batch_size")
     if config.batch_size % setup.world:
         problems.append(f"batch_size = {config.batch_size} can not be shared by {setup.world} processes")
     return path, train, left_out, others, problems
@@ -296,8 +299,9 @@ def take_step(model, optimizers, lr, sums, step, run, config, setup):
     norm = clip(model.parameters(), config.grad_clip).item()
     means = (all_sum(sums, setup) / config.batch_size).tolist()
     if not math.isfinite(means[0] + norm):
-        refuse_once(setup, f"step {step}: loss {means[0]}, gradient norm {norm}: nothing that could be learned from. The last "
-                    f"checkpoint in {run} is as it was; lower --learning_rate, or use --dtype=fp32, in another --out_dir")
+        refuse_once(setup, f"step {step}: loss {means[0]}, gradient norm {norm}: nothing that could be learned from. "
+                    f"The last checkpoint in {run} is as it was; lower --learning_rate, or use --dtype=fp32, in "
+                    "another --out_dir")
     for optimizer in optimizers:
         set_lr(optimizer, lr)
         optimizer.step()

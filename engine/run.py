@@ -52,15 +52,15 @@ def begun_otherwise(folder, config, prints, made_from):
         saved, inputs = read_saved(place / "config.json"), read_json(place / "inputs.json", missing=prints)
         changed = [("script", saved["script"], config.script)] * (saved["script"] != config.script)
         changed += changed_keys(saved, config) if not changed else []
-        contents = [f"{place} was begun with {what}{'' if isinstance(path, str) else f' ({path})'} of other content: its "
-                    f"hash was {inputs.get(what)}, now it is {prints[what]}" for what, path in made_from.items()
+        contents = [f"{place} was begun with {what}{'' if isinstance(path, str) else f' ({path})'} of other content: "
+                    f"its hash was {inputs.get(what)}, now it is {prints[what]}" for what, path in made_from.items()
                     if inputs.get(what) != prints[what]]
         return [f"{place} was begun with {key} = {old!r}, now it is {new!r}" for key, old, new in changed] + contents
 
-    further = hasattr(config, "init_from") and (" What it came to can be trained further there, in the same shape, with "
-                                                f"--init_from={folder}.")
-    advice = ("Give the old value, or put the old content back, to continue that run; or start anew: remove the folder, "
-              f"or give another --out_dir.{further or ''}")
+    further = hasattr(config, "init_from") and (" What it came to can be trained further there, in the same shape, "
+                                                f"with --init_from={folder}.")
+    advice = ("Give the old value, or put the old content back, to continue that run; or start anew: remove the "
+              f"folder, or give another --out_dir.{further or ''}")
     known = (folder / "config.json").exists()
     if known and (found := differences(folder)):
         return [*found, advice]

@@ -83,7 +83,8 @@ def order_problems(folder):
         refuse(f"{run}/config.json is damaged: block_size, batch_tokens, seed, data_dir or data_mix can not train")
     data = open_mixture(config["data_dir"], config["data_mix"], "train", config["block_size"])
     if data.data_hash[:16] != (was := str(read_json(run / "inputs.json")["data"])[:16]):
-        return [f"the token shards that {run} was made from are gone: their hash was {was}, now it is {data.data_hash[:16]}"]
+        return [f"the token shards that {run} was made from are gone: their hash was {was}, now it is "
+                f"{data.data_hash[:16]}"]
     windows = [decision["window"] for decision in state.get("rollbacks", [])]
     log_of = functools.cache(lambda rank: read_samples(path_of(run, rank)))
     most = 0

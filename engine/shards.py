@@ -188,8 +188,8 @@ class TokenData:
         offsets = self._path(entry["offsets"]["name"], np.dtype("<u8"), self.n_docs + 1)
         self.offsets = np.memmap(offsets, np.dtype("<u8"), "r")
         if not self.n_tokens == self.starts[-1] == self.offsets[-1]:
-            self.refuse(f"index.json is damaged: n_tokens = {self.n_tokens}, the files of '{split}' have {self.starts[-1]} and "
-                        f"its documents end at {self.offsets[-1]}")
+            self.refuse(f"index.json is damaged: n_tokens = {self.n_tokens}, the files of '{split}' have "
+                        f"{self.starts[-1]} and its documents end at {self.offsets[-1]}")
         listed = [*entry["files"], entry["offsets"]]
         self._compare(listed)
         checksums = [file["sha256"] for file in listed]

@@ -174,8 +174,8 @@ class Watch:
         step whose loss or gradient is not finite."""
         if not self.watching:
             return {}
-        sentence = next(filter(None, parallel.from_all(self.finding, self.setup)), f"step {self.number}: finite in every "
-                        "module on every rank, and not in the sum over micro-batches and ranks")
+        sentence = next(filter(None, parallel.from_all(self.finding, self.setup)), f"step {self.number}: finite in "
+                        "every module on every rank, and not in the sum over micro-batches and ranks")
         self.setup.say(f"not finite  {sentence}")
         return {"not_finite": sentence}
 

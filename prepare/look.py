@@ -42,8 +42,8 @@ def explain(config, paths, settings):
                     explain_later(config, page)
     if not found:
         names = ", ".join(map(shown_name, [*paths][:5])) + ", ..." * (len(paths) > 5)
-        refuse(f"no page has the URL or id {config.explain!r} in the {len(paths)} input files ({names}). A page without a "
-               "URL has an id: its own, or FILE:LINE in JSON lines, FILE in a text file")
+        refuse(f"no page has the URL or id {config.explain!r} in the {len(paths)} input files ({names}). A page "
+               "without a URL has an id: its own, or FILE:LINE in JSON lines, FILE in a text file")
 
 
 def explain_page(page, settings):

@@ -63,7 +63,8 @@ def read_table(path):
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         refuse(f"{path} cannot be read as a table: {error}")
     refuse(*[f"{path}, line {i}: it has not as many values as the first line has names" for i, row in enumerate(rows, 2)
-             if None in row or None in row.values()][:chat.MOST_REPORTED], *([f"{path} has no rows"] if not rows else []))
+             if None in row or None in row.values()][:chat.MOST_REPORTED], *([f"{path} has no "
+                                                                              "rows"] if not rows else []))
     return rows
 
 
@@ -99,12 +100,15 @@ def reworded(entries, config, setup):
         texts = {place: entries[place[0]]["messages"][place[1]]["content"] for place in asked}
         for k, prompt in enumerate(config.prompts):
             model, tokenizer = loaded[min(k, len(loaded) - 1)]
-            how = SimpleNamespace(batch_size=config.batch_size, seed=config.seed + copy * 1000003, max_new_tokens=config.max_new_tokens)
-            questions = [{"messages": [{"role": "user", "content": prompt.format(text=text)}]} for text in texts.values()]
+            how = SimpleNamespace(batch_size=config.batch_size, seed=config.seed + copy * 1000003,
+                                  max_new_tokens=config.max_new_tokens)
+            questions = [{"messages": [{"role": "user", "content": prompt.format(text=text)}]}
+                         for text in texts.values()]
             said = answers(model.to(setup.device).eval(), tokenizer, questions, how, config.temperature)
             texts = {place: text.strip() for place, (text, stopped, _) in zip(texts, said) if stopped and text.strip()}
         for i, entry in enumerate(entries):
-            messages = [{**m, "content": texts.get((i, j), "")} if m["role"] == "user" else m for j, m in enumerate(entry["messages"])]
+            messages = [{**m, "content": texts.get((i, j), "")} if m["role"] == "user" else m
+                        for j, m in enumerate(entry["messages"])]
             bad = any(not m["content"] for m in messages) or messages == entry["messages"]
             useless += bad
             made += [] if bad else [{**entry, "messages": messages}]
@@ -136,13 +140,15 @@ def near_duplicates(entries, near, n=3):
 
 def leaked(entries, evaluation):
     """Numbers of the conversations of which something stands in those for evaluation."""
-    texts = lambda entry: [*(m["content"] for m in entry["messages"]), " ".join(m["content"] for m in entry["messages"])]
+    contents = lambda entry: [message["content"] for message in entry["messages"]]
+    texts = lambda entry: [*contents(entry), " ".join(contents(entry))]
     known = defaultdict(set)                    # by their length
     for text in {text for entry in evaluation for text in texts(entry)}:
         words = words_of(text)
         if len(words) >= 4:
             known[min(GRAM, len(words))].update(grams(words, min(GRAM, len(words))))
-    return {i for i, entry in enumerate(entries) if any(not known[n].isdisjoint(grams(words_of(texts(entry)[-1]), n)) for n in [*known])}
+    return {i for i, entry in enumerate(entries)
+            if any(not known[n].isdisjoint(grams(words_of(texts(entry)[-1]), n)) for n in [*known])}
 
 
 def main(config):
@@ -150,9 +156,12 @@ def main(config):
     refuse(*(sentence for sentence, wrong in {
         "out must name the file that is written": not config.out,
         "give either --templates and --table, or --conversations and --models":
-            reword == bool(config.templates or config.table) or reword != bool(config.models) or not reword and not (config.templates and config.table),
-        "each of the prompts must have {text} in it, where the message stands": any("{text}" not in prompt for prompt in config.prompts),
-    }.items() if wrong), *config.below_one("copies", "batch_size", "max_new_tokens"), *config.outside(near=(0.01,), temperature=(0,)))
+            reword == bool(config.templates or config.table) or reword != bool(config.models)
+            or not reword and not (config.templates and config.table),
+        "each of the prompts must have {text} in it, where the message stands":
+            any("{text}" not in prompt for prompt in config.prompts),
+    }.items() if wrong), *config.below_one("copies", "batch_size", "max_new_tokens"),
+           *config.outside(near=(0.01,), temperature=(0,)))
     useless, there = 0, []
     if reword:
         setup = parallel.start(config.device, config.dtype, None, config.threads, config.seed)
@@ -163,8 +172,9 @@ def main(config):
     twice = {i - len(there) for i in near_duplicates([*there, *made], config.near)}
     taken = leaked(made, [entry for path in config.against for entry in chat.read_conversations(path)])
     kept = [entry for i, entry in enumerate(made) if i not in twice | taken]
-    print(f"{len(made) + useless:,} made: {useless:,} did not end, were empty or the same; {len(twice & {*range(len(made))}) :,} near "
-          f"duplicates; {len(taken - twice):,} stand in {', '.join(config.against) or '(nothing to compare with)'}; {len(kept):,} kept")
+    print(f"{len(made) + useless:,} made: {useless:,} did not end, were empty or the same; "
+          f"{len(twice & {*range(len(made))}) :,} near duplicates; {len(taken - twice):,} stand in "
+          f"{', '.join(config.against) or '(nothing to compare with)'}; {len(kept):,} kept")
     refuse(*([] if kept else ["nothing is left to be written"]))
     write_atomic(config.out, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in kept))
 

@@ -112,11 +112,14 @@ def open_teacher(config, tokenizer, setup):
         f"teacher_attention must be at least 0, found {config.teacher_attention}": config.teacher_attention < 0,
         "teacher_weight and teacher_attention are both 0: the teacher would teach nothing":
             config.teacher_weight == 0 == config.teacher_attention,
-        f"teacher_temperature must be at least 0.1, found {config.teacher_temperature}": config.teacher_temperature < 0.1,
+        f"teacher_temperature must be at least 0.1, found {config.teacher_temperature}":
+            config.teacher_temperature < 0.1,
         "loss_chunk does not go with a teacher, whose logits are needed whole: leave it at 0": config.loss_chunk > 0,
         "n_future does not go with a teacher": getattr(config, "n_future", 1) > 1,
         "pp does not go with a teacher: it would have to be cut into stages as well": not plain and setup.layout.pp > 1,
-        "teacher_attention looks into whole layers: it goes with neither fsdp nor tp": not plain and config.teacher_attention,
-        f"{config.teacher} has another tokenizer ({theirs.hash[:8]}) than the model ({tokenizer.hash[:8]}): the same id is "
-        "another token, so its probabilities say nothing here": theirs.hash != tokenizer.hash}.items() if wrong]
-    return Teacher(model.to(setup.device), config.teacher_weight, config.teacher_temperature, config.teacher_attention), folder, wrong
+        "teacher_attention looks into whole layers: it goes with neither fsdp nor tp":
+            not plain and config.teacher_attention,
+        f"{config.teacher} has another tokenizer ({theirs.hash[:8]}) than the model ({tokenizer.hash[:8]}): the same "
+        "id is another token, so its probabilities say nothing here": theirs.hash != tokenizer.hash}.items() if wrong]
+    model = model.to(setup.device)
+    return Teacher(model, config.teacher_weight, config.teacher_temperature, config.teacher_attention), folder, wrong

@@ -139,9 +139,9 @@ def test_llama2_7b_fits_eight_gpus_of_80_gb():
     layout, problems = divide(config, shape, 8)
     size, _, rest, *_ = plan.at_the_peak(config, shape, layout, step, fake.measure_deep)
     assert not problems and sum(rest.values()) == pytest.approx(16 * 6_738_415_616 / 8, rel=1e-3)
-    comment = (ROOT / "config/llama2_7b.py").read_text()
+    comment = re.sub(r"\n *# ", " ", (ROOT / "config/llama2_7b.py").read_text())
     all_of_it, left = (float(re.search(pattern, comment)[1]) for pattern in (
-        r"gathered weights ([\d.]+) GiB", r"so that ([\d.]+)\n"))
+        r"gathered weights ([\d.]+) GiB", r"so that ([\d.]+) are left"))
     assert size / GIB == pytest.approx(all_of_it, abs=0.1)
     assert (80e9 - plan.UNCOUNTED - size) / GIB == pytest.approx(left, abs=0.1) and left > 5
 
