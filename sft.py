@@ -341,9 +341,8 @@ def tune(config, setup, alive):
     text = {data.parent / "tokens/index.json": "pretraining text to replay"} if config.replay > 0 else {}
     # How to come by what was not named; of a name that is wrong it is enough to say so.
     advice = [f"  {config.command(script)}      {makes}, or give your own: {own}" for script, makes, own, named, paths in (
-        ("prepare_chat.py", "the demonstration's conversations", "--conversations=MINE.jsonl "
-                                                                 "--val_conversations=MINE_VAL.jsonl",
-         config.val_conversations, [*mix, val_path]),
+        ("prepare_chat.py", "the demonstration's conversations",
+         "--conversations=MINE.jsonl --val_conversations=MINE_VAL.jsonl", config.val_conversations, [*mix, val_path]),
         ("train.py", "a model", "--init_from=DIR", config.init_from, [source]),
         ("prepare_data.py", "shards", "--data_dir=DIR", False, text))
         if not named and not all(path.exists() for path in paths)]
@@ -413,12 +412,12 @@ def tune(config, setup, alive):
     max_steps = config.max_steps or per_epoch * config.epochs
     warmup = warmup_length(max_steps, config.warmup_steps)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    shared = f"; {sum(counts):,} in an epoch, of the sources {counts}" * (counts != [n_talks])
     setup.say(f"model       {size:,} parameters from {source}, {trained:,} of them trained\n"
               f"machine     {setup.world} process(es) on {setup.device.type}, {str(setup.dtype)[6:]}, "
               f"{setup.threads} threads; {setup.layout}\n"
               f"data        {n_talks:,} conversations of {lengths[:n_talks].mean():.0f} tokens on average, "
-              f"{lengths.max()} at most" + f"; {sum(counts):,} in an epoch, of the sources "
-                                           f"{counts}" * (counts != [n_talks]) + "\n"
+              f"{lengths.max()} at most{shared}\n"
               f"run         {max_steps:,} steps of {config.batch_size} conversations, {max_steps / per_epoch:.2f} "
               f"epochs; warm-up {warmup} steps")
     if config.max_steps is None and max_steps < 20:

@@ -72,9 +72,9 @@ def read_preferences(path, dimensions=()):
 def as_preference(entry):
     """The line in our form, if it is in one of these; otherwise as it is, and the check tells what is wrong.
 
-        {"chosen": dialogue, "rejected": dialogue}        Anthropic's HH (Bai et al. 2022, arXiv 2204.05862), a dialogue being
-                                                          "\\n\\nHuman: ...\\n\\nAssistant: ...", the
-                                                          last answer the judged one
+        {"chosen": dialogue, "rejected": dialogue}        Anthropic's HH (Bai et al. 2022, arXiv 2204.05862), a dialogue
+                                                          being "\\n\\nHuman: ...\\n\\nAssistant: ...",
+                                                          the last answer the judged one
         {"instruction": text, "completions": [{"response": text, "annotations": {name: {"Rating": "4"}}}, ...]}
                                                           UltraFeedback (Cui et al. 2023, arXiv 2310.01377)
         {"chosen": messages, "rejected": messages, "score_chosen"?, "score_rejected"?}       its pairs, and others' """

@@ -63,8 +63,8 @@ def read_table(path):
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         refuse(f"{path} cannot be read as a table: {error}")
     refuse(*[f"{path}, line {i}: it has not as many values as the first line has names" for i, row in enumerate(rows, 2)
-             if None in row or None in row.values()][:chat.MOST_REPORTED], *([f"{path} has no "
-                                                                              "rows"] if not rows else []))
+             if None in row or None in row.values()][:chat.MOST_REPORTED],
+           *([f"{path} has no rows"] if not rows else []))
     return rows
 
 
