@@ -592,6 +592,9 @@ def test_inputs_that_do_not_exist(tmp_path, capsys):
             arguments=[f"--data_dir={tmp_path}", "--inputs=no/*.gz,nor.this"])
     (tmp_path / "empty").mkdir()
     refused(capsys, "matches no file", arguments=[f"--data_dir={tmp_path}", f"--inputs={tmp_path / 'empty'}"])
+    (tmp_path / "empty" / "page.txt").write_text("text")
+    (tmp_path / "empty" / "gone.txt").symlink_to(tmp_path / "elsewhere")
+    refused(capsys, "gone.txt is a link to nothing", arguments=[f"--data_dir={tmp_path}", f"--inputs={tmp_path / 'empty'}"])
 
 
 def test_all_wrong_settings_are_named_at_once(tmp_path, capsys, inputs):
