@@ -227,7 +227,8 @@ def check(config, specials):
     smallest = 256 + len(specials) + 1            # bytes, and one piece to learn
     choices = {"boundary": ("space", "marker", "none"), "byte_order": ("gpt2", "identity")}
     refuse(*(f"{file} does not exist" for file in config.compare if not Path(file).exists()),
-           *(f"{file or '(no name)'} is not a file" for file in files if not Path(file).is_file()),
+           *(f"{file or '(no name)'} is not a file; each is named by itself, with commas between them"
+             for file in files if not Path(file).is_file()),
            *(f"{file} is compressed: .jsonl.zst files or text are read; prepare_data.py makes them from archives"
              for file in files if Path(file).is_file() and not file.endswith(".jsonl.zst") and is_compressed(file)),
            *wrong,
