@@ -415,7 +415,7 @@ def check(config):
         problems += [f"--inputs: the folder {name} cannot be read" for name in names
                      if Path(name).is_dir() and not os.access(name, os.R_OK | os.X_OK)]
         problems += [f"--inputs: {name} is a link to nothing; mend or remove it" for name in names
-                     if os.path.islink(name) and not os.path.exists(name)]
+                     if os.path.islink(name) and not os.path.exists(os.path.realpath(name))]   # a loop has an end there
     # By one of its names only, if it has several: folders of links, a folder and its path from the root.
     paths = {path: paths[path] for path in {path.resolve(): path for path in sorted(paths, reverse=True)}.values()}
     for path in paths:
