@@ -218,6 +218,14 @@ CONTROLS = re.compile(
     r"|[\ud800-\udfff]", re.DOTALL)                 # halves of surrogate pairs, which no terminal can be sent
 
 
+def gone(folder):
+    """Where a run's folder is no longer there, the sentence about it in a list: made anew by the next file that is
+    written, it would hold neither settings nor log."""
+    return [] if Path(folder).is_dir() else [
+        f"{folder} is gone: somebody has removed it, or its disk is no longer there. What the run has learned can not be "
+        "saved; the same command begins anew."]
+
+
 def printable(text):
     """`text` without what a terminal would obey rather than show: for whatever came from the web or from a model."""
     return CONTROLS.sub("", text)

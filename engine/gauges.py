@@ -161,7 +161,9 @@ class Gauges:
         light = sum(p.numel() * p.element_size() for p in self.weights.values()) * self.stages
         moments = sum(value.numel() * value.element_size() for optimizer in self.optimizers
                       for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)) * self.stages
-        record.update(disk_free_bytes=shutil.disk_usage(self.run).free, next_saves_bytes=round(2 * light + moments))
+        record["next_saves_bytes"] = round(2 * light + moments)
+        with contextlib.suppress(OSError):                           # a folder that is gone the next save tells of
+            record["disk_free_bytes"] = shutil.disk_usage(self.run).free
         if self.nvml:
             with contextlib.suppress(Exception):                     # as in _nvml
                 library, handle = self.nvml

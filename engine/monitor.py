@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from configurator import refuse
 from engine.alarms import Alarms
-from engine.files import FORMAT_VERSION, fits, json_lines, open_to_append, plain
+from engine.files import FORMAT_VERSION, fits, gone, json_lines, open_to_append, plain
 
 
 class Monitor:
@@ -46,6 +46,7 @@ class Monitor:
             return
         record = {"format_version": FORMAT_VERSION, "attempt": self.attempt, "step": step,
                   "time": round(time.time(), 3), **numbers}
+        refuse(*gone(Path(self.file.name).parent))
         alarms = self.alarms.hear(record)
         if alarms:
             record["alarms"] = alarms

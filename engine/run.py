@@ -13,7 +13,7 @@ from configurator import changed_keys, refuse
 from engine import checkpoint, parallel
 from engine.alive import TRY_AGAIN
 from engine.checkpoint import on_main
-from engine.files import lock_folder, read_json, read_saved, sha256_file, write_atomic, write_json
+from engine.files import gone, lock_folder, read_json, read_saved, sha256_file, write_atomic, write_json
 from engine.layout import local
 from engine.manifest import folder_of, steps_of, verify
 from engine.parallel import refuse_once
@@ -154,6 +154,7 @@ def save_when_due(folder, done, total, config, modules, optimizers, tokenizer, f
     if not due:
         return 0.0
     began = time.perf_counter()
+    refuse_once(setup, *gone(folder))
     model = next(iter(modules.values()))
     if not parallel.on_all(all(torch.isfinite(local(p)).all() for p in model.parameters()), setup):
         refuse_once(setup, f"step {done}: weights are no longer finite, so nothing is saved; the checkpoints before "

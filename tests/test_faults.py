@@ -244,6 +244,15 @@ def test_killed_in_a_roll_back_it_comes_to_the_same_end(data, went_back, tmp_pat
         assert len({(folder / "pretrain" / "rollbacks.json").read_bytes() for folder in (each, went_back)}) == 1
 
 
+def test_a_run_whose_folder_is_moved_away_ends_and_makes_no_other(data, tmp_path):
+    run = Run(data, tmp_path / "out", *SKIP, "--max_steps=100000")
+    assert run.until(lambda: steps_of(tmp_path / "out" / "pretrain", "full")), run.text()
+    (tmp_path / "out").rename(tmp_path / "elsewhere")
+    code, said = run.wait(100)
+    assert code != 0 and ("pretrain is gone: " in said or "could not be written" in said), said
+    assert not any(steps_of(tmp_path / "out" / "pretrain", kind) for kind in ("light", "full"))
+
+
 @pytest.mark.slow
 def test_every_stage_of_a_save(data, whole, tmp_path):
     """kill -9 at each stage of a full save: whatever was there before is there afterwards, and the end is the same."""

@@ -132,7 +132,7 @@ def test_fingerprint(tmp_path):
 
 
 @pytest.fixture
-def save(monkeypatch):
+def save(monkeypatch, tmp_path):
     """save(step, **intervals) -> what a run of 7 steps wrote and pruned after that step."""
     calls = []
     monkeypatch.setattr(run.checkpoint, "save_light", lambda folder, step, *_: calls.append(("light", step)))
@@ -144,7 +144,7 @@ def save(monkeypatch):
         model = torch.nn.Linear(2, 2)
         torch.nn.init.constant_(model.bias, value)
         config = SimpleNamespace(save_light=save_light, save_full=save_full, keep=5)
-        saved = save_when_due("run", step, 7, config, {"model": model}, {}, None, {}, ALONE)
+        saved = save_when_due(tmp_path, step, 7, config, {"model": model}, {}, None, {}, ALONE)
         checkpoint.wait()
         assert (saved > 0) == bool(calls)
         return list(calls)
