@@ -3,9 +3,10 @@ Memory and time of the loss over a large vocabulary, in chunks against all logit
 
     python bench/loss.py
 
-Forward and backward of the last layer and the loss, on random vectors in bf16. Memory is what a process of its own had
-resident at most (on CUDA: had allocated) above what vectors, weights and their gradients take, which all share. Time is
-the step's, in turns in one process, and the median of the ratios to all at once. The gradients are compared as well.
+Forward and backward of the last layer and the loss, on random vectors, in bf16 where the machine has it. Memory is what
+a process of its own had resident at most (on CUDA: had allocated) above what vectors, weights and their gradients take,
+which all share. Time is the step's, in turns in one process, and the median of the ratios to all at once. The gradients
+are compared as well.
 """
 import multiprocessing
 import resource
@@ -40,7 +41,7 @@ def problem(config, setup):
     head = torch.nn.Linear(config.n_embd, config.vocab_size, bias=False, device=setup.device)
     targets = torch.randint(0, config.vocab_size, (config.tokens,), device=setup.device)
 
-    model = SimpleNamespace(logits=head, compiled=False)
+    model = SimpleNamespace(logits=lambda hidden, _: head(hidden), compiled=False)
 
     def step(chunk):
         hidden.grad = head.weight.grad = None
@@ -51,23 +52,23 @@ def problem(config, setup):
     return step, hidden, head
 
 
-def peak(config, chunk, answer):
+def peak(config, chunk):
     """Bytes at most in memory during a step, above vectors, weights and two gradients of them."""
-    setup = parallel.start(config.device, "bf16", None, config.threads)
+    setup = parallel.start(config.device, "auto", None, config.threads)
     step, hidden, head = problem(config, setup)
     hidden.grad, head.weight.grad = torch.ones_like(hidden), torch.ones_like(head.weight)        # touched, so resident
     if setup.device.type == "cuda":
         before = torch.cuda.memory_allocated()
         step(chunk)
-        return answer.put(torch.cuda.max_memory_allocated() - before)
+        return torch.cuda.max_memory_allocated() - before
     resident = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     before = resident()
     step(chunk)
-    answer.put(resident() - before)
+    return resident() - before
 
 
 def main(config):
-    setup = parallel.start(config.device, "bf16", None, config.threads)
+    setup = parallel.start(config.device, "auto", None, config.threads)
     logits = config.tokens * config.vocab_size
     print(f"torch {torch.__version__}, {setup.device}, {setup.threads} threads; {config.tokens} tokens of "
           f"{config.n_embd}, vocabulary {config.vocab_size:,}: the logits alone are "
@@ -75,11 +76,8 @@ def main(config):
     settings = SimpleNamespace(**dict(config.items()))       # what a process can be sent
     peaks, context = {}, multiprocessing.get_context("spawn")
     for chunk in config.chunks:
-        answer = context.Queue()
-        process = context.Process(target=peak, args=(settings, chunk, answer))
-        process.start()
-        peaks[chunk] = answer.get()
-        process.join()
+        with context.Pool(1) as process:
+            peaks[chunk] = process.apply(peak, (settings, chunk))
     step, hidden, head = problem(config, setup)
     gradients = {}
     for chunk in config.chunks:
